@@ -1,0 +1,215 @@
+"""Public functions over the operators, for custom tables and layouts; validation lives in ``ops``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rope_compile.axes import Axes, Style
+from rope_compile.ops import rope_inplace_op, rope_op
+
+
+class _Debug:
+    """The switch behind :func:`debug`; off unless ``ROPE_COMPILE_DEBUG`` is set to other than 0."""
+
+    enabled = os.environ.get("ROPE_COMPILE_DEBUG", "0") not in ("", "0")
+
+
+def debug(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Switch the host-side bounds check on (or off) in this process, from this call on.
+
+    With the check on, eager calls read the positions on the host and raise ``ValueError`` for the
+    first one outside the table. It never runs while compiling or capturing. Use the result as a
+    context manager to restore the previous setting on exit::
+
+        rc.debug()            # on, until rc.debug(False)
+        with rc.debug():      # on inside only
+            ...
+    """
+    before, _Debug.enabled = _Debug.enabled, bool(enabled)
+
+    @contextlib.contextmanager
+    def restoring() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            _Debug.enabled = before
+
+    return restoring()
+
+
+def _check_bounds(positions: Tensor, cos_sin_cache: Tensor) -> None:
+    """Raise for a position outside the table; silent where reading the values is not possible."""
+    if positions.device.type == "meta" or type(positions) is not Tensor or not positions.numel():
+        return
+    if positions.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    low, high = (int(p) for p in torch.aminmax(positions))
+    rows = cos_sin_cache.shape[0]
+    if low < 0 or high >= rows:
+        raise ValueError(
+            f"positions must lie inside the table of {rows} rows while the debug check is on, got "
+            f"{low if low < 0 else high}; call reserve({max(high, 0) + 1}) before capture or compile, "
+            "or switch the check off: positions outside the table are computed, not read"
+        )
+
+
+def rotate(
+    q: Tensor,
+    k: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    inv_freq: Tensor | None,
+    lane_axes: Sequence[int],
+    style: str,
+    rotary_offset: int,
+    attention_scaling: float,
+    inverse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The operator behind the debug check; arguments as in the schema of ``rope``."""
+    if not torch.compiler.is_compiling() and _Debug.enabled:
+        _check_bounds(positions, cos_sin_cache)
+    return rope_op(  # type: ignore[no-any-return]
+        q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
+        attention_scaling, inverse,
+    )  # fmt: skip
+
+
+def rotate_(
+    q: Tensor,
+    k: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    inv_freq: Tensor | None,
+    lane_axes: Sequence[int],
+    style: str,
+    rotary_offset: int,
+    attention_scaling: float,
+    inverse: bool,
+) -> None:
+    """In-place twin of :func:`rotate`."""
+    if not torch.compiler.is_compiling() and _Debug.enabled:
+        _check_bounds(positions, cos_sin_cache)
+    rope_inplace_op(
+        q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
+        attention_scaling, inverse,
+    )  # fmt: skip
+
+
+def _lane_axes(
+    cos_sin_cache: Tensor, rotary_dim: int | None, axes: Axes | Sequence[int] | None
+) -> Sequence[int]:
+    """Check what the operator cannot see (types, the stated width) and expand the axis map."""
+    if not isinstance(cos_sin_cache, Tensor):
+        raise TypeError(
+            f"cos_sin_cache must be a tensor [rows, rotary_dim], got {type(cos_sin_cache).__name__}"
+        )
+    if cos_sin_cache.dim() == 2 and rotary_dim not in (None, cos_sin_cache.shape[1]):
+        raise ValueError(
+            f"rotary_dim must be the width of cos_sin_cache, {cos_sin_cache.shape[1]}, got "
+            f"{rotary_dim}; leave it out"
+        )
+    if axes is None:
+        return ()
+    return axes.lane_axes(cos_sin_cache.shape[-1]) if isinstance(axes, Axes) else axes
+
+
+def _check_tensors(q: Tensor, k: Tensor | None, positions: Tensor, inv_freq: Tensor | None) -> None:
+    for name, x, optional in (
+        ("q", q, False),
+        ("k", k, True),
+        ("positions", positions, False),
+        ("inv_freq", inv_freq, True),
+    ):
+        if not isinstance(x, Tensor) and not (optional and x is None):
+            expected = "a tensor or None" if optional else "a tensor"
+            raise TypeError(f"{name} must be {expected}, got {type(x).__name__}")
+
+
+def apply_rope(
+    q: Tensor,
+    k: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    inv_freq: Tensor | None = None,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    style: Style = "half",
+    attention_scaling: float = 1.0,
+    inverse: bool = False,
+    axes: Axes | Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate ``rotary_dim`` channels of q and k by position-dependent angles (arXiv 2104.09864).
+
+    One graph for every token count, no host synchronisation, capturable, differentiable to any order.
+
+    Args:
+        q: ``[..., heads, head_dim]``, float16, bfloat16, float32 or float64; any strides. A
+            transformers tensor ``[batch, heads, seq, head_dim]`` comes in as ``q.transpose(1, 2)``.
+        k: As q, with its own head count, or None.
+        positions: ``[tokens]``, ``[seq]`` or ``[batch, seq]``, broadcast to ``q.shape[:-2]``, and
+            ``[axes, ...]`` first with ``axes``; int32 or int64, any value. Outside the table the
+            angle is computed from ``inv_freq``, which is slower.
+        cos_sin_cache: ``[rows, rotary_dim]``, float32, on ``q.device``; cos half, then sin half.
+        inv_freq: ``[rotary_dim / 2]``, float32 or float64. Without it a position outside the table
+            takes the nearest row.
+        rotary_dim: Only checked against the table, whose width decides.
+        rotary_offset: First rotated channel.
+        style: ``"half"`` pairs channel i with i + rotary_dim/2 (GPT-NeoX), ``"interleaved"`` 2i
+            with 2i + 1 (GPT-J), ``"half_blocks"`` is half style inside each axis' own channels,
+            ``"interleaved_to_half"`` reads interleaved pairs and writes them as halves.
+        attention_scaling: Multiplied into cos and sin of positions outside the table; the table has
+            it already.
+        inverse: Apply the transpose: sin negated, magnitude kept.
+        axes: A lane-to-axis map, or one axis for each lane, for multi-axis positions.
+
+    Returns:
+        Fresh contiguous tensors, shapes and dtypes of the inputs, and None for an absent k. float32
+        arithmetic (float64 for float64), rounded once.
+
+    Raises:
+        ValueError: shape, device or range. TypeError: dtype or type.
+    """
+    _check_tensors(q, k, positions, inv_freq)
+    lane_axes = _lane_axes(cos_sin_cache, rotary_dim, axes)
+    return rotate(
+        q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
+        attention_scaling, inverse,
+    )  # fmt: skip
+
+
+def apply_rope_(
+    q: Tensor,
+    k: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    inv_freq: Tensor | None = None,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    style: Style = "half",
+    attention_scaling: float = 1.0,
+    inverse: bool = False,
+    axes: Axes | Sequence[int] | None = None,
+) -> None:
+    """:func:`apply_rope` in place: writes q and k, returns nothing.
+
+    Slices of a packed qkv tensor are written through their strides; nothing else changes. Under
+    ``torch.compile`` prefer the functional form: functionalising a mutation can cost a copy.
+
+    Raises:
+        RuntimeError: q or k requires grad while grad mode is on.
+        ValueError: q or k overlaps itself (stride-0 heads) or the other one; style
+            ``"interleaved_to_half"``; else as :func:`apply_rope`. TypeError: as there.
+    """
+    _check_tensors(q, k, positions, inv_freq)
+    lane_axes = _lane_axes(cos_sin_cache, rotary_dim, axes)
+    rotate_(
+        q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
+        attention_scaling, inverse,
+    )  # fmt: skip

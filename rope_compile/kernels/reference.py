@@ -1,0 +1,190 @@
+"""The one readable definition of the rotation: the oracle, and the path for any device without a kernel.
+
+Pair ``(x, y)`` at angle ``a = position * inv_freq`` and magnitude ``m`` (RoFormer, arXiv 2104.09864)::
+
+    x' = m * (x * cos a - y * sin a)
+    y' = m * (y * cos a + x * sin a)
+
+Inside the table ``m * cos a`` and ``m * sin a`` are read; outside it they are computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Segment(NamedTuple):
+    """Lanes ``lanes`` rotate the channels ``low`` against the channels ``high``."""
+
+    lanes: slice
+    low: slice
+    high: slice
+
+
+def block_bounds(axes: Sequence[int]) -> list[int]:
+    """First lane of every axis, and the lane count: ``[0, n_0, n_0 + n_1, ...]``."""
+    bounds = [0]
+    for axis in range(max(axes) + 1):
+        bounds.append(bounds[-1] + axes.count(axis))
+    return bounds
+
+
+def segments(pairing: str, half: int, axes: Sequence[int]) -> list[Segment]:
+    """Which channels of a ``2 * half`` wide slice form pairs, by name of the pairing."""
+    if pairing == "half":
+        return [Segment(slice(0, half), slice(0, half), slice(half, 2 * half))]
+    if pairing == "interleaved":
+        return [Segment(slice(0, half), slice(0, 2 * half, 2), slice(1, 2 * half, 2))]
+    bounds = block_bounds(list(axes))
+    return [
+        Segment(slice(start, stop), slice(2 * start, start + stop), slice(start + stop, 2 * stop))
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def pairings(style: str, inverse: bool) -> tuple[str, str]:
+    """``(read, written)`` pairing of a style; the inverse of a style that moves channels moves them back."""
+    if style == "interleaved_to_half":
+        return ("half", "interleaved") if inverse else ("interleaved", "half")
+    return style, style
+
+
+def compute_cos_sin(
+    positions: Tensor, inv_freq: Tensor, attention_scaling: float
+) -> tuple[Tensor, Tensor]:
+    """float32 cos and sin, times the magnitude, of integer positions that broadcast with ``inv_freq``.
+
+    float32 frequencies: the product is rounded once to float32 (what the field's reference rounds).
+    float64 frequencies: nothing is rounded before the cosine.
+    """
+    phase = positions.to(torch.float64) * inv_freq.to(torch.float64)
+    if inv_freq.dtype == torch.float32:
+        phase = phase.to(torch.float32).to(torch.float64)
+    magnitude = torch.tensor(attention_scaling, dtype=torch.float32).item()
+    return (phase.cos() * magnitude).to(torch.float32), (phase.sin() * magnitude).to(torch.float32)
+
+
+def gather_cos_sin(
+    positions: Tensor,
+    lanes: Tensor,
+    cos_sin_cache: Tensor,
+    inv_freq: Tensor | None,
+    attention_scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 ``[..., half]``, of ``positions [..., half or 1]`` for the given lanes.
+
+    Without ``inv_freq`` a position outside the table takes the nearest row.
+    """
+    rows, half = cos_sin_cache.shape[0], cos_sin_cache.shape[1] // 2
+    outside = (positions < 0) | (positions >= rows)
+    if rows:
+        row = positions.clamp(0, rows - 1).to(torch.int64)
+        if positions.shape[-1] == 1:
+            cos, sin = cos_sin_cache[row[..., 0]].split(half, -1)
+        else:
+            cos, sin = cos_sin_cache[row, lanes], cos_sin_cache[row, lanes + half]
+    if inv_freq is None:
+        return cos, sin
+    # A CPU may look at the values; every other device would have to wait for them.
+    if positions.device.type == "cpu" and not outside.any():
+        return cos, sin
+    computed = compute_cos_sin(positions, inv_freq, attention_scaling)
+    if not rows:
+        return computed
+    return torch.where(outside, computed[0], cos), torch.where(outside, computed[1], sin)
+
+
+class Angles(NamedTuple):
+    """float32 ``[..., 1, half]``: cos and sin of the low and of the high channel of every pair.
+
+    The two differ only in the full-width multi-axis form, where the halves of a pair follow
+    different axes.
+    """
+
+    cos_low: Tensor
+    sin_low: Tensor
+    cos_high: Tensor
+    sin_high: Tensor
+
+
+def angles(
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    inv_freq: Tensor | None,
+    axes: Sequence[int],
+    attention_scaling: float,
+) -> Angles:
+    """Angles of ``positions [..., ]``, or ``[A, ...]`` with axes (one axis per lane, or per channel)."""
+    half = cos_sin_cache.shape[1] // 2
+    lanes = torch.arange(half, device=positions.device)
+
+    def of(lane_axes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        if not lane_axes:
+            by_lane = positions.unsqueeze(-1)
+        else:
+            index = torch.tensor(lane_axes, device=positions.device)
+            by_lane = positions.index_select(0, index).movedim(0, -1)
+        cos, sin = gather_cos_sin(by_lane, lanes, cos_sin_cache, inv_freq, attention_scaling)
+        return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+    low = of(axes[:half])
+    high = of(axes[half:]) if len(axes) > half else low
+    return Angles(*low, *high)
+
+
+def rotate_into(
+    out: Tensor,
+    x: Tensor,
+    at: Angles,
+    axes: Sequence[int],
+    style: str,
+    rotary_offset: int,
+    inverse: bool,
+) -> None:
+    """Write the rotation of ``x [..., heads, head_dim]`` to ``out``, which may be ``x`` itself.
+
+    ``inverse`` applies the transpose: for equal halves of a pair that is the rotation by -a.
+    """
+    rotary_dim = 2 * at.cos_low.shape[-1]
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    stop = rotary_offset + rotary_dim
+    if out is not x:
+        out[..., :rotary_offset] = x[..., :rotary_offset]
+        out[..., stop:] = x[..., stop:]
+    source, target = x[..., rotary_offset:stop], out[..., rotary_offset:stop]
+    read, written = pairings(style, inverse)
+    half = rotary_dim // 2
+    for (lanes, low, high), (_, low_out, high_out) in zip(
+        segments(read, half, axes[:half]), segments(written, half, axes[:half]), strict=True
+    ):
+        x_low, x_high = source[..., low].to(compute), source[..., high].to(compute)
+        cos_low, sin_low, cos_high, sin_high = (part[..., lanes].to(compute) for part in at)
+        if inverse:
+            y_low = x_low * cos_low + x_high * sin_high
+            y_high = x_high * cos_high - x_low * sin_low
+        else:
+            y_low = x_low * cos_low - x_high * sin_low
+            y_high = x_high * cos_high + x_low * sin_high
+        target[..., low_out] = y_low
+        target[..., high_out] = y_high
+
+
+def rope_into(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    inv_freq: Tensor | None,
+    axes: Sequence[int],
+    style: str,
+    rotary_offset: int,
+    attention_scaling: float,
+    inverse: bool,
+) -> None:
+    """Rotate every ``(out, x)`` of ``pairs``; ``positions`` has the shape of the token dimensions."""
+    at = angles(positions, cos_sin_cache, inv_freq, axes, attention_scaling)
+    for out, x in pairs:
+        rotate_into(out, x, at, axes, style, rotary_offset, inverse)

@@ -1,0 +1,540 @@
+"""The operators ``rope_compile::rope`` and ``rope_compile::rope_``: schema, checks, fake, autograd, vmap.
+
+torch only: importing this module registers both operators on every machine, with or without a GPU
+or Triton. ``rope`` returns fresh contiguous tensors; ``rope_`` writes its inputs and returns nothing.
+
+NOTE [Why define/impl] ``torch.library.custom_op`` costs about 20 us a call more than
+``Library.define`` + ``impl`` and hides the launch from Inductor.
+
+NOTE [Sizes under compilation] While sizes are symbolic nothing here compares them, so that one graph
+serves every token count, 0 and 1 included. Comparisons run on plain ints only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode  # see lower_for_inductor
+
+from rope_compile.kernels import cpu, reference
+
+STYLES = ("half", "interleaved", "half_blocks", "interleaved_to_half")
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+POSITION_DTYPES = (torch.int32, torch.int64)
+
+LIB = torch.library.Library("rope_compile", "DEF")
+_REST = (
+    "Tensor positions, Tensor cos_sin_cache, Tensor? inv_freq, int[] axes, str style, "
+    "int rotary_offset, float attention_scaling, bool inverse"
+)
+# flexible_layout: the kernels take any strides, so Inductor need not copy to restore traced ones.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+LIB.define(f"rope(Tensor q, Tensor? k, {_REST}) -> (Tensor, Tensor?)", tags=_TAGS)
+LIB.define(f"rope_(Tensor(a!) q, Tensor(b!)? k, {_REST}) -> ()", tags=_TAGS)
+
+rope_op = torch.ops.rope_compile.rope.default
+rope_inplace_op = torch.ops.rope_compile.rope_.default
+
+
+# ---------------------------------------------------------------------------------------- checks
+
+
+def _differ(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """True when both sizes are plain ints and differ. See NOTE [Sizes under compilation]."""
+    return type(a) is int and type(b) is int and a != b
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    inv_freq: Tensor | None,
+    axes: Sequence[int],
+    style: str,
+    rotary_offset: int,
+) -> None:
+    """Raise on anything a kernel must not see. Real kernels and fakes share it.
+
+    Raises:
+        ValueError: device, shape or range. TypeError: dtype.
+    """
+    device = q.device
+    if (
+        positions.device != device
+        or cos_sin_cache.device != device
+        or (k is not None and k.device != device)
+        or (inv_freq is not None and inv_freq.device != device)
+    ):
+        _raise_devices(q, k, positions, cos_sin_cache, inv_freq)
+    if q.dtype not in FLOAT_DTYPES or (k is not None and k.dtype not in FLOAT_DTYPES):
+        name, x = ("k", k) if k is not None and q.dtype in FLOAT_DTYPES else ("q", q)
+        raise TypeError(
+            f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert it first"
+        )
+    if positions.dtype not in POSITION_DTYPES:
+        raise TypeError(
+            f"positions must be int32 or int64, got {positions.dtype}; use positions.long()"
+        )
+    if cos_sin_cache.dtype != torch.float32:
+        raise TypeError(
+            f"cos_sin_cache must be float32 whatever the dtype of q, got {cos_sin_cache.dtype}; "
+            "build it in float32 and never cast it"
+        )
+    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2:
+        raise ValueError(
+            "cos_sin_cache must be [rows, rotary_dim] with an even rotary_dim, "
+            f"got {tuple(cos_sin_cache.shape)}"
+        )
+    rotary_dim = cos_sin_cache.shape[1]
+    half = rotary_dim // 2
+    if q.dim() < 2 or (k is not None and k.dim() != q.dim()):
+        raise ValueError(
+            "q and k must be [..., heads, head_dim] of one rank, got "
+            f"{tuple(q.shape)} and {None if k is None else tuple(k.shape)}"
+        )
+    for name, x in (("q", q), ("k", k)):
+        if x is not None and not 0 <= rotary_offset <= x.shape[-1] - rotary_dim:
+            raise ValueError(
+                f"rotary_offset + rotary_dim must lie in 0..head_dim of {name}, got "
+                f"{rotary_offset} + {rotary_dim} for head_dim {x.shape[-1]}"
+            )
+    if inv_freq is None:
+        if type(cos_sin_cache.shape[0]) is int and cos_sin_cache.shape[0] == 0 and rotary_dim:
+            raise ValueError(
+                "cos_sin_cache must have at least one row when inv_freq is None, got "
+                f"{tuple(cos_sin_cache.shape)}; pass inv_freq"
+            )
+    elif inv_freq.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"inv_freq must be float32 or float64 (exact phases), got {inv_freq.dtype}"
+        )
+    elif inv_freq.dim() != 1 or _differ(inv_freq.shape[0], half):
+        raise ValueError(
+            f"inv_freq must be [rotary_dim / 2] = ({half},), got {tuple(inv_freq.shape)}"
+        )
+    if style not in STYLES:
+        raise ValueError(f"style must be one of {STYLES}, got {style!r}")
+    lead = q.dim() - 2
+    if k is not None and lead:
+        _check_tokens("k", k.shape[:-2], q)
+    if axes:
+        _check_axes(positions, axes, half, style, q)
+    elif style == "half_blocks" and rotary_dim:
+        raise ValueError("style 'half_blocks' needs axes, got none; use style 'half'")
+    elif positions.dim() > lead:
+        raise ValueError(
+            f"positions must broadcast to q.shape[:-2] = {tuple(q.shape[:-2])}, "
+            f"got {tuple(positions.shape)}"
+        )
+    else:
+        _check_broadcast(positions.shape, positions, q)
+
+
+def _check_tokens(name: str, sizes: Sequence[int], q: Tensor) -> None:
+    for a, b in zip(sizes, q.shape, strict=False):
+        if _differ(a, b):
+            raise ValueError(
+                f"{name} must have the token dimensions of q, {tuple(q.shape[:-2])}, "
+                f"got {tuple(sizes)}"
+            )
+
+
+def _check_broadcast(sizes: Sequence[int], positions: Tensor, q: Tensor) -> None:
+    lead = q.dim() - 2
+    for i in range(1, len(sizes) + 1):
+        size = sizes[-i]
+        if _differ(size, q.shape[lead - i]) and size != 1:
+            raise ValueError(
+                f"positions must broadcast to q.shape[:-2] = {tuple(q.shape[:-2])}, "
+                f"got {tuple(positions.shape)}"
+            )
+
+
+def _check_axes(
+    positions: Tensor, axes: Sequence[int], half: int, style: str, q: Tensor
+) -> None:
+    if len(axes) not in (half, 2 * half) or min(axes) < 0:
+        raise ValueError(
+            f"axes must name one axis for each of {half} lanes (or of {2 * half} channels), "
+            f"got {len(axes)} entries from {min(axes)} to {max(axes)}"
+        )
+    if len(axes) > half and style != "half":
+        raise ValueError(f"axes of full width need style 'half', got {style!r}")
+    if style == "half_blocks" and list(axes) != sorted(axes):
+        raise ValueError(
+            f"style 'half_blocks' needs axes in contiguous ascending blocks, got {tuple(axes)}"
+        )
+    count = max(axes) + 1
+    if positions.dim() == 1:  # one position for every axis: text only
+        _check_broadcast(positions.shape, positions, q)
+        return
+    if positions.dim() > q.dim() - 1:
+        raise ValueError(
+            f"positions must be [{count}, ...] with the rest broadcasting to q.shape[:-2] = "
+            f"{tuple(q.shape[:-2])}, got {tuple(positions.shape)}"
+        )
+    first = positions.shape[0] if positions.dim() else 1
+    if _differ(first, count) and first != 1:
+        raise ValueError(
+            f"positions must have {count} axes (or 1 for all) first, got {tuple(positions.shape)}"
+        )
+    _check_broadcast(positions.shape[1:], positions, q)
+
+
+def _raise_devices(*tensors: Tensor | None) -> None:
+    names = ("q", "k", "positions", "cos_sin_cache", "inv_freq")
+    seen = ", ".join(
+        f"{name} on {x.device}" for name, x in zip(names, tensors, strict=True) if x is not None
+    )
+    raise ValueError(
+        f"all tensors must be on one device, got {seen}; move them to q's device "
+        "(a table on meta was torn down or never materialised: fetch it again with get_rope)"
+    )
+
+
+def check_writable(q: Tensor, k: Tensor | None) -> None:
+    """Refuse what ``rope_`` cannot write right: memory that two elements share.
+
+    Raises:
+        ValueError: q or k overlaps itself (stride-0 heads), or q overlaps k.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if x is not None and _overlaps_itself(x):
+            raise ValueError(
+                f"{name} must not overlap itself to be rotated in place, got strides {x.stride()} "
+                f"for shape {tuple(x.shape)}; use the functional form, or {name}.contiguous()"
+            )
+    if k is not None and _overlap(q, k):
+        raise ValueError(
+            "q and k must not share memory to be rotated in place; use the functional form"
+        )
+
+
+def _overlaps_itself(x: Tensor) -> bool:
+    if not all(type(n) is int for n in (*x.shape, *x.stride())) or x.numel() == 0:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two strided tensors may share an element; exact for slices of one packed tensor."""
+    if not all(type(n) is int for n in (*a.shape, *a.stride(), *b.shape, *b.stride())):
+        return False
+    if not a.numel() or not b.numel() or a.device.type == "meta":
+        return False
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    if a.dtype != b.dtype:
+        return True
+    dims = list(zip(a.shape, a.stride(), b.shape, b.stride(), strict=True))
+    # Token dimensions that both walk alike: compare what lies within one step of them.
+    shared = [d for d in dims if d[:2] == d[2:] and d[0] > 1]
+    while True:
+        rest = [d for d in dims if d not in shared]
+        starts = (a.storage_offset(), b.storage_offset())
+        ends = (
+            starts[0] + sum((n - 1) * s for n, s, _, _ in rest),
+            starts[1] + sum((n - 1) * s for _, _, n, s in rest),
+        )
+        if starts[0] > ends[1] or starts[1] > ends[0]:
+            span = max(ends) - min(starts)
+            reach = span
+            for n, s, _, _ in sorted(shared, key=lambda d: d[1]):
+                if s <= reach:
+                    break
+                reach += s * (n - 1)
+            else:
+                return False
+        if not shared:
+            return True
+        shared.remove(min(shared, key=lambda d: d[1]))
+
+
+# --------------------------------------------------------------------------- allocation and layout
+
+
+def allocate_output(x: Tensor) -> Tensor:
+    """Contiguous output for any input layout; shared by the kernels and the fake."""
+    return x.new_empty(x.shape)
+
+
+Pairs = list[tuple[Tensor, Tensor]]  # (out, x); in place both are one object
+
+
+def _each(pairs: Pairs, view: Callable[[Tensor], Tensor]) -> Pairs:
+    """Apply a view to every tensor; one object stays one, which is how kernels know "in place"."""
+    viewed = [(out is x, out, view(x)) for out, x in pairs]
+    return [(x if same else view(out), x) for same, out, x in viewed]
+
+
+def _is(size: int | torch.SymInt, value: int) -> bool:
+    return type(size) is int and size == value
+
+
+def _two_token_dims(pairs: Pairs, positions: Tensor, lead: int) -> list[tuple[Pairs, Tensor]]:
+    """Views ``[batch, seq, heads, head_dim]`` and positions ``[..., batch, seq]``, never a copy.
+
+    ``positions`` has all ``lead`` token dimensions last. Token dimensions beyond two become
+    separate entries of the list.
+    """
+    while lead < 2:
+        pairs, positions = _each(pairs, lambda x: x.unsqueeze(0)), positions.unsqueeze(-1 - lead)
+        lead += 1
+    if lead == 2:
+        return [(pairs, positions)]
+    return [
+        entry
+        for i in range(pairs[0][1].shape[0])
+        for entry in _two_token_dims(
+            _each(pairs, lambda x, i=i: x.select(0, i)),  # type: ignore[misc]
+            positions.select(positions.dim() - lead, i),
+            lead - 1,
+        )
+    ]
+
+
+def _expand_positions(positions: Tensor, q: Tensor, has_axes: bool) -> Tensor:
+    """All token dimensions of q present, size-1 ones expanded. See NOTE [Sizes under compilation]."""
+    if has_axes and positions.dim() < 2:
+        positions = positions.unsqueeze(0)
+    head, lead = int(has_axes), q.dim() - 2
+    while positions.dim() < head + lead:
+        positions = positions.unsqueeze(head)
+    sizes = [
+        n if _is(size, 1) else size
+        for size, n in zip(positions.shape[head:], q.shape[:lead], strict=True)
+    ]
+    return positions.expand(*positions.shape[:head], *sizes)
+
+
+def _run(kernel: Any, pairs: Pairs, positions: Tensor, *rest: Any) -> None:
+    cos_sin_cache, axes = rest[0], rest[2]
+    positions = _expand_positions(positions, pairs[0][1], bool(axes))
+    pairs = [(out, x) for out, x in pairs if not any(_is(n, 0) for n in x.shape)]
+    if not pairs:
+        return
+    if cos_sin_cache.shape[1] == 0:
+        for out, x in pairs:
+            if out is not x:
+                out.copy_(x)
+        return
+    for views, at in _two_token_dims(pairs, positions, pairs[0][1].dim() - 2):
+        kernel(views, at, *rest)
+
+
+# ---------------------------------------------------------------------------------- real kernels
+
+
+def _triton_kernel(views: Pairs, at: Tensor, *rest: Any) -> None:
+    from rope_compile.kernels import triton_rope
+
+    triton_rope.launch(triton_rope.rope_kernel, views, at, *rest)
+
+
+def _make_pair(kernel: Any) -> tuple[Any, Any]:
+    """Functional and in-place implementation around one kernel."""
+
+    def functional(
+        q: Tensor, k: Tensor | None, positions: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        check_arguments(q, k, positions, *rest[:5])
+        q_out = allocate_output(q)
+        k_out = None if k is None else allocate_output(k)
+        pairs = [(q_out, q)] if k is None or k_out is None else [(q_out, q), (k_out, k)]
+        _run(kernel, pairs, positions, *rest)
+        return q_out, k_out
+
+    def in_place(q: Tensor, k: Tensor | None, positions: Tensor, *rest: Any) -> None:
+        check_arguments(q, k, positions, *rest[:5])
+        check_in_place(rest[3])
+        check_writable(q, k)
+        _run(kernel, [(q, q)] if k is None else [(q, q), (k, k)], positions, *rest)
+
+    return functional, in_place
+
+
+def check_in_place(style: str) -> None:
+    if style == "interleaved_to_half":
+        raise ValueError(
+            "style 'interleaved_to_half' moves channels and cannot be applied in place; "
+            "use the functional form"
+        )
+
+
+for _key, _kernel in (
+    ("CPU", cpu.rope_into_by_blocks),
+    ("CUDA", _triton_kernel),
+    ("CompositeExplicitAutograd", reference.rope_into),
+):
+    _functional, _in_place = _make_pair(_kernel)
+    LIB.impl("rope", _functional, _key)
+    LIB.impl("rope_", _in_place, _key)
+
+
+# ----------------------------------------------------------------------------------------- fakes
+
+
+def _rope_fake(
+    q: Tensor, k: Tensor | None, positions: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor | None]:
+    check_arguments(q, k, positions, *rest[:5])
+    return allocate_output(q), None if k is None else allocate_output(k)
+
+
+def _rope_inplace_fake(q: Tensor, k: Tensor | None, positions: Tensor, *rest: Any) -> None:
+    check_arguments(q, k, positions, *rest[:5])
+    check_in_place(rest[3])
+    check_writable(q, k)
+
+
+torch.library.register_fake("rope_compile::rope", _rope_fake, lib=LIB)
+torch.library.register_fake("rope_compile::rope_", _rope_inplace_fake, lib=LIB)
+
+
+# -------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, k, positions, cos_sin_cache, inv_freq, *ctx.rest = inputs
+    ctx.has_k = k is not None
+    ctx.save_for_backward(positions, cos_sin_cache, inv_freq)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, q_grad: Tensor | None, k_grad: Tensor | None) -> tuple[Any, ...]:
+    """The same operator with ``inverse`` flipped, so every order of gradient is right."""
+    *shape, inverse = ctx.rest
+    grads: list[Tensor | None] = [None, None]
+    given = [(i, g) for i, g in enumerate((q_grad, k_grad)) if g is not None]
+    if given:
+        k = given[1][1] if len(given) > 1 else None
+        results = rope_op(given[0][1], k, *ctx.saved_tensors, *shape, not inverse)
+        for (i, _), result in zip(given, results, strict=False):
+            grads[i] = result
+    return (*grads, *(None,) * 8)
+
+
+torch.library.register_autograd(
+    "rope_compile::rope", _backward, setup_context=_setup_context, lib=LIB
+)
+
+
+def _rope_inplace_autograd(q: Tensor, k: Tensor | None, *rest: Any) -> None:
+    if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
+        raise RuntimeError(
+            "q and k must not require grad to be rotated in place while grad mode is on, "
+            "got requires_grad=True; use the functional form, which has gradients of every order"
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        rope_inplace_op(q, k, *rest)
+    # A raw write does not tell autograd; without this a saved q would be used silently changed.
+    torch.autograd.graph.increment_version([q] if k is None else [q, k])
+
+
+LIB.impl("rope_", _rope_inplace_autograd, "Autograd")
+
+
+# ------------------------------------------------------------------------------------------ vmap
+
+
+def _batched(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    if x is None:
+        return None
+    return x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape)
+
+
+def _vmap_positions(
+    positions: Tensor, dim: int | None, axes: Sequence[int], lead: int
+) -> Tensor:
+    """Positions with the mapped dimension as first token dimension (behind the axes)."""
+    if dim is None:
+        return positions
+    head = 0
+    positions = positions.movedim(dim, 0)
+    if axes and positions.dim() > 2:
+        positions, head = positions.movedim(0, 1), 1
+    elif axes:
+        positions, head = positions.unsqueeze(0), 1
+    while positions.dim() - head < lead + 1:
+        positions = positions.unsqueeze(head + 1)
+    return positions
+
+
+def _check_unmapped(in_dims: tuple[Any, ...]) -> None:
+    if any(dim is not None for dim in in_dims[3:5]):
+        raise ValueError(
+            "cos_sin_cache and inv_freq must not be mapped by vmap, got in_dims "
+            f"{in_dims[3:5]}; map q, k or positions"
+        )
+
+
+def _rope_vmap(info: Any, in_dims: tuple[Any, ...], q: Tensor, k: Tensor | None, *rest: Any) -> Any:
+    _check_unmapped(in_dims)
+    positions, cos_sin_cache, inv_freq, axes, *more = rest
+    lead = q.dim() - 2 - (in_dims[0] is not None)
+    q = _batched(q, in_dims[0], info.batch_size)  # type: ignore[assignment]
+    k = _batched(k, in_dims[1], info.batch_size)
+    positions = _vmap_positions(positions, in_dims[2], axes, lead)
+    result = rope_op(q, k, positions, cos_sin_cache, inv_freq, axes, *more)
+    return result, (0, None if k is None else 0)
+
+
+def _rope_inplace_vmap(
+    info: Any, in_dims: tuple[Any, ...], q: Tensor, k: Tensor | None, *rest: Any
+) -> Any:
+    _check_unmapped(in_dims)
+    positions, cos_sin_cache, inv_freq, axes, *more = rest
+    if in_dims[0] is None or (k is not None and in_dims[1] is None):
+        raise ValueError(
+            f"q and k must both be mapped to be rotated in place under vmap, got in_dims {in_dims[:2]}"
+        )
+    lead = q.dim() - 3
+    q = q.movedim(in_dims[0], 0)
+    k = None if k is None else k.movedim(in_dims[1], 0)
+    positions = _vmap_positions(positions, in_dims[2], axes, lead)
+    rope_inplace_op(q, k, positions, cos_sin_cache, inv_freq, axes, *more)
+    return None, None
+
+
+torch.library.register_vmap("rope_compile::rope", _rope_vmap, lib=LIB)
+torch.library.register_vmap("rope_compile::rope_", _rope_inplace_vmap, lib=LIB)
+
+
+# ---------------------------------------------------------------- what Inductor sees for CUDA tensors
+
+
+def _lower_for_inductor(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Show the Triton launch to AOTDispatcher for CUDA tensors; stay one opaque call otherwise.
+
+    Inductor then writes the launch into its wrapper: no dispatcher hop, views of a packed qkv
+    projection passed as views. FunctionalTensorMode is private (torch 2.11 to 2.14);
+    tests/test_inductor_cuda_text.py fails when it moves.
+    """
+    if args[0].device.type != "cuda":
+        return mode.__torch_dispatch__(func, types, args, kwargs)
+    from rope_compile.kernels import triton_rope
+
+    def kernel(views: Pairs, at: Tensor, *rest: Any) -> None:
+        triton_rope.launch(
+            torch.library.wrap_triton(triton_rope.rope_kernel), views, at, *rest
+        )
+
+    functional, in_place = _make_pair(kernel)
+    with mode:
+        return (functional if func is rope_op else in_place)(*args, **(kwargs or {}))
+
+
+for _name in ("rope", "rope_"):
+    torch.library.register_torch_dispatch(
+        f"rope_compile::{_name}", FunctionalTensorMode, _lower_for_inductor, lib=LIB
+    )

@@ -303,23 +303,26 @@ def _two_token_dims(pairs: Pairs, positions: Tensor, lead: int) -> list[tuple[Pa
     ]
 
 
-def _expand_positions(positions: Tensor, q: Tensor, has_axes: bool) -> Tensor:
-    """All token dimensions of q present, size-1 ones expanded. See NOTE [Sizes under compilation]."""
-    if has_axes and positions.dim() < 2:
+def _expand_positions(positions: Tensor, q: Tensor, axes: Sequence[int]) -> Tensor:
+    """Positions ``[(A,) token dimensions of q]``: missing and size-1 dimensions expanded.
+
+    See NOTE [Sizes under compilation]: a symbolic size is taken to be q's.
+    """
+    if axes and positions.dim() < 2:
         positions = positions.unsqueeze(0)
-    head, lead = int(has_axes), q.dim() - 2
-    while positions.dim() < head + lead:
-        positions = positions.unsqueeze(head)
-    sizes = [
-        n if _is(size, 1) else size
-        for size, n in zip(positions.shape[head:], q.shape[:lead], strict=True)
-    ]
-    return positions.expand(*positions.shape[:head], *sizes)
+    lead = q.dim() - 2
+    while positions.dim() < lead + bool(axes):
+        positions = positions.unsqueeze(int(bool(axes)))
+    wanted = [max(axes) + 1] if axes else []
+    wanted += q.shape[:lead]
+    return positions.expand(
+        [n if _is(size, 1) else size for size, n in zip(positions.shape, wanted, strict=True)]
+    )
 
 
 def _run(kernel: Any, pairs: Pairs, positions: Tensor, *rest: Any) -> None:
     cos_sin_cache, axes = rest[0], rest[2]
-    positions = _expand_positions(positions, pairs[0][1], bool(axes))
+    positions = _expand_positions(positions, pairs[0][1], axes)
     pairs = [(out, x) for out, x in pairs if not any(_is(n, 0) for n in x.shape)]
     if not pairs:
         return

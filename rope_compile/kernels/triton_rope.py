@@ -168,7 +168,7 @@ def rotate_heads(
     stride_x_batch, stride_x_seq, stride_x_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_D: tl.constexpr,
     ALIGN: tl.constexpr, IN_PLACE: tl.constexpr, LANES: tl.constexpr, OFFSET: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PASS_BLOCK: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Rotate the heads of one group of one tensor for TOKENS tokens from ``seq_start``."""
@@ -227,8 +227,8 @@ def rotate_heads(
             )  # fmt: skip
             if (not IN_PLACE) and HEAD_DIM > 2 * LANES:
                 PASS: tl.constexpr = HEAD_DIM - 2 * LANES
-                for start in range(0, TOKENS * PASS, BLOCK):
-                    rest = start + index
+                for start in range(0, TOKENS * PASS, PASS_BLOCK):
+                    rest = start + tl.arange(0, PASS_BLOCK)
                     rest_token = rest // PASS
                     column = rest % PASS
                     column = tl.where(column < OFFSET, column, column + 2 * LANES)
@@ -266,6 +266,7 @@ def rope_kernel(
     BLOCK_STARTS: tl.constexpr,
     HAS_INV_FREQ: tl.constexpr, EXACT_PHASE: tl.constexpr,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, TOKENS_POW2: tl.constexpr, BLOCK: tl.constexpr,
+    PASS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rotate q and k; grid ``(batch * ceil(seq / TOKENS), groups of q + groups of k)``."""
     blocks = tl.cdiv(seq, TOKENS)
@@ -327,7 +328,7 @@ def rope_kernel(
             q_ptr, q_out_ptr, group, batch, seq_start, seq, cos_low, sin_low, cos_high, sin_high,
             low, high, stride_q_batch, stride_q_seq, stride_q_head,
             Q_HEADS, GROUP, Q_HEAD_DIM, Q_STRIDE_D, ALIGN, IN_PLACE, LANES, OFFSET, TOKENS, BLOCK,
-            READ, WRITTEN, INVERSE,
+            PASS_BLOCK, READ, WRITTEN, INVERSE,
         )  # fmt: skip
     else:
         if K_HEADS > 0:
@@ -335,7 +336,7 @@ def rope_kernel(
                 k_ptr, k_out_ptr, group - Q_GROUPS, batch, seq_start, seq, cos_low, sin_low, cos_high,
                 sin_high, low, high, stride_k_batch, stride_k_seq, stride_k_head,
                 K_HEADS, GROUP, K_HEAD_DIM, K_STRIDE_D, ALIGN, IN_PLACE, LANES, OFFSET, TOKENS, BLOCK,
-                READ, WRITTEN, INVERSE,
+                PASS_BLOCK, READ, WRITTEN, INVERSE,
             )  # fmt: skip
 
 
@@ -346,24 +347,30 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def tile(lanes: int, tokens: object) -> dict[str, int]:
+def tile(lanes: int, tokens: object, itemsize: int, interleaved: bool) -> dict[str, int]:
     """Block size, warps and heads a program. A fixed table: nothing is tuned at run time.
 
-    Prefill: 1024 lanes over 4 warps give each thread 8 neighbouring channels, one 16-byte access of
-    a 16-bit dtype; groups of 8 heads share the table row. Decode: few tokens cannot fill a tile,
-    so one warp, few heads, many programs.
+    A thread owns as many neighbouring lanes as make each of its accesses to q and k 16 bytes: 8 for
+    a 16-bit dtype in half style, where both halves are loaded apart; half as many where a pair is
+    contiguous. More lanes a thread would cost registers, and for interleaved pairs an exchange
+    through shared memory between the layouts of x and of the table row. Prefill: 4 warps, groups of
+    8 heads share the table row. Decode cannot fill such a tile: one warp, few heads, many programs.
     """
     few = isinstance(tokens, int) and tokens <= 64
-    block = max(256 if few else 1024, next_power_of_two(lanes))
+    warps = 1 if few else 4
+    lanes_per_thread = max(1, 16 // itemsize // (2 if interleaved else 1))
+    block = max(32 * warps * lanes_per_thread, next_power_of_two(lanes))
     # At most 32 tokens: the out-of-table test then stays within one warp.
     tokens_per_program = min(block // lanes, 4 if few else 32)
-    block = next_power_of_two(tokens_per_program * lanes)
+    block = max(32 * lanes_per_thread, next_power_of_two(tokens_per_program * lanes))
+    warps = max(1, min(8, block // (32 * lanes_per_thread)))
     return {
         "BLOCK": block,
+        "PASS_BLOCK": 32 * warps * (16 // itemsize),
         "TOKENS": tokens_per_program,
         "TOKENS_POW2": next_power_of_two(tokens_per_program),
         "GROUP": 4 if few else 8,
-        "num_warps": max(1, min(4, block // 256)),
+        "num_warps": warps,
     }
 
 
@@ -423,15 +430,15 @@ def launch_arguments(
     if swap:
         batch, seq = seq, batch
     tokens = batch * seq if isinstance(batch, int) and isinstance(seq, int) else None
-    shape = tile(lanes, tokens)
     align = _alignment([q, k], 8)
     cache_align = 4 if _divisible(cos_sin_cache.stride(0), 4) else 1
     read, written = (style, style)
     if style == "interleaved_to_half":
         read, written = ("half", "interleaved") if inverse else ("interleaved", "half")
+    interleaved = INTERLEAVED in (PAIRINGS[read], PAIRINGS[written])
+    shape = tile(lanes, tokens, q.element_size(), interleaved)
     lane_axes = tuple(axes)
     has_axes = bool(lane_axes)
-    multi = has_axes and not (isinstance(positions.shape[0], int) and positions.shape[0] == 1)
     groups = -(-q_heads // shape["GROUP"]) + -(-k_heads // shape["GROUP"])
     at = positions.stride()[int(has_axes) :]
 
@@ -444,7 +451,7 @@ def launch_arguments(
         "inv_freq_ptr": cos_sin_cache if inv_freq is None else inv_freq,
         "seq": seq, "rows": cos_sin_cache.shape[0],
         **dict(zip(RUNTIME_INTS[2:8], strides(q) + strides(k), strict=True)),
-        "stride_positions_axis": positions.stride(0) if multi else 0,
+        "stride_positions_axis": positions.stride(0) if has_axes else 0,
         "stride_positions_batch": at[order[0]], "stride_positions_seq": at[order[1]],
         "stride_cache_row": cos_sin_cache.stride(0) // cache_align,
         "attention_scaling": attention_scaling,
@@ -455,9 +462,9 @@ def launch_arguments(
         "LANES": lanes, "OFFSET": rotary_offset,
         "READ": PAIRINGS[read], "WRITTEN": PAIRINGS[written], "INVERSE": inverse,
         "AXIS_COUNT": max(lane_axes) + 1 if has_axes else 1,
-        "AXES": pack_axes(lane_axes[:lanes]) if multi else 0,
-        "HIGH_AXES": pack_axes(lane_axes[lanes:]) if multi else 0,
-        "FULL_WIDTH": multi and len(lane_axes) > lanes,
+        "AXES": pack_axes(lane_axes[:lanes]) if has_axes else 0,
+        "HIGH_AXES": pack_axes(lane_axes[lanes:]) if has_axes else 0,
+        "FULL_WIDTH": has_axes and len(lane_axes) > lanes,
         "BLOCK_STARTS": pack_block_starts(lane_axes[:lanes]) if style == "half_blocks" else 0,
         "HAS_INV_FREQ": inv_freq is not None,
         "EXACT_PHASE": inv_freq is not None and inv_freq.dtype == torch.float64,

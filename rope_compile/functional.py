@@ -108,9 +108,9 @@ def _lane_axes(
         raise TypeError(
             f"cos_sin_cache must be a tensor [rows, rotary_dim], got {type(cos_sin_cache).__name__}"
         )
-    if cos_sin_cache.dim() == 2 and rotary_dim not in (None, cos_sin_cache.shape[1]):
+    if rotary_dim is not None and rotary_dim != cos_sin_cache.shape[-1]:
         raise ValueError(
-            f"rotary_dim must be the width of cos_sin_cache, {cos_sin_cache.shape[1]}, got "
+            f"rotary_dim must be the width of cos_sin_cache, {cos_sin_cache.shape[-1]}, got "
             f"{rotary_dim}; leave it out"
         )
     if axes is None:

@@ -1,4 +1,4 @@
-"""Public functions over the operators, for custom tables and layouts; validation lives in ``ops``."""
+"""Public functions over the operators, for custom tables; validation lives in ``ops``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _check_bounds(positions: Tensor, cos_sin_cache: Tensor) -> None:
     if low < 0 or high >= rows:
         raise ValueError(
             f"positions must lie inside the table of {rows} rows while the debug check is on, got "
-            f"{low if low < 0 else high}; call reserve({max(high, 0) + 1}) before capture or compile, "
+            f"{low if low < 0 else high}; call reserve({max(high, 0) + 1}) before "
+            "capture or compile, "
             "or switch the check off: positions outside the table are computed, not read"
         )
 
@@ -101,7 +102,10 @@ def rotate_(
 
 
 def _lane_axes(
-    cos_sin_cache: Tensor, rotary_dim: int | None, axes: Axes | Sequence[int] | None
+    cos_sin_cache: Tensor,
+    rotary_dim: int | None,
+    axes: Axes | Sequence[int] | None,
+    style: Style,
 ) -> Sequence[int]:
     """Check what the operator cannot see (types, the stated width) and expand the axis map."""
     if not isinstance(cos_sin_cache, Tensor):
@@ -115,7 +119,10 @@ def _lane_axes(
         )
     if axes is None:
         return ()
-    return axes.lane_axes(cos_sin_cache.shape[-1]) if isinstance(axes, Axes) else axes
+    if not isinstance(axes, Axes):
+        return axes
+    axes.check(cos_sin_cache.shape[-1], style)
+    return axes.lane_axes(cos_sin_cache.shape[-1])
 
 
 def _check_tensors(q: Tensor, k: Tensor | None, positions: Tensor, inv_freq: Tensor | None) -> None:
@@ -146,7 +153,8 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate ``rotary_dim`` channels of q and k by position-dependent angles (arXiv 2104.09864).
 
-    One graph for every token count, no host synchronisation, capturable, differentiable to any order.
+    One graph for every token count, no host synchronisation, capturable, differentiable to any
+    order.
 
     Args:
         q: ``[..., heads, head_dim]``, float16, bfloat16, float32 or float64; any strides. A
@@ -176,7 +184,7 @@ def apply_rope(
         ValueError: shape, device or range. TypeError: dtype or type.
     """
     _check_tensors(q, k, positions, inv_freq)
-    lane_axes = _lane_axes(cos_sin_cache, rotary_dim, axes)
+    lane_axes = _lane_axes(cos_sin_cache, rotary_dim, axes, style)
     return rotate(
         q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
         attention_scaling, inverse,
@@ -208,7 +216,7 @@ def apply_rope_(
             ``"interleaved_to_half"``; else as :func:`apply_rope`. TypeError: as there.
     """
     _check_tensors(q, k, positions, inv_freq)
-    lane_axes = _lane_axes(cos_sin_cache, rotary_dim, axes)
+    lane_axes = _lane_axes(cos_sin_cache, rotary_dim, axes, style)
     rotate_(
         q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
         attention_scaling, inverse,

@@ -1,12 +1,14 @@
-"""The operators ``rope_compile::rope`` and ``rope_compile::rope_``: schema, checks, fake, autograd, vmap.
+"""The operators ``rope_compile::rope`` and ``rope_``: schema, checks, fake, autograd, vmap.
 
 torch only: importing this module registers both operators on every machine, with or without a GPU
-or Triton. ``rope`` returns fresh contiguous tensors; ``rope_`` writes its inputs and returns nothing.
+or Triton. ``rope`` returns fresh contiguous tensors; ``rope_`` writes its inputs and returns
+nothing.
 
 NOTE [Why define/impl] ``torch.library.custom_op`` costs about 20 us a call more than
 ``Library.define`` + ``impl`` and hides the launch from Inductor.
 
-NOTE [Sizes under compilation] While sizes are symbolic nothing here compares them, so that one graph
+NOTE [Sizes under compilation] While sizes are symbolic nothing here compares them, so that one
+graph
 serves every token count, 0 and 1 included. Comparisons run on plain ints only.
 """
 
@@ -71,9 +73,10 @@ def check_arguments(
     ):
         _raise_devices(q, k, positions, cos_sin_cache, inv_freq)
     if q.dtype not in FLOAT_DTYPES or (k is not None and k.dtype not in FLOAT_DTYPES):
-        name, x = ("k", k) if k is not None and q.dtype in FLOAT_DTYPES else ("q", q)
+        wrong = [("q", q.dtype), ("k", None if k is None else k.dtype)]
+        name, dtype = next(pair for pair in wrong if pair[1] not in FLOAT_DTYPES)
         raise TypeError(
-            f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}; convert it first"
+            f"{name} must be float16, bfloat16, float32 or float64, got {dtype}; convert it first"
         )
     if positions.dtype not in POSITION_DTYPES:
         raise TypeError(
@@ -109,9 +112,7 @@ def check_arguments(
                 f"{tuple(cos_sin_cache.shape)}; pass inv_freq"
             )
     elif inv_freq.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"inv_freq must be float32 or float64 (exact phases), got {inv_freq.dtype}"
-        )
+        raise TypeError(f"inv_freq must be float32 or float64 (exact phases), got {inv_freq.dtype}")
     elif inv_freq.dim() != 1 or _differ(inv_freq.shape[0], half):
         raise ValueError(
             f"inv_freq must be [rotary_dim / 2] = ({half},), got {tuple(inv_freq.shape)}"
@@ -154,9 +155,7 @@ def _check_broadcast(sizes: Sequence[int], positions: Tensor, q: Tensor) -> None
             )
 
 
-def _check_axes(
-    positions: Tensor, axes: Sequence[int], half: int, style: str, q: Tensor
-) -> None:
+def _check_axes(positions: Tensor, axes: Sequence[int], half: int, style: str, q: Tensor) -> None:
     if len(axes) not in (half, 2 * half) or min(axes) < 0:
         raise ValueError(
             f"axes must name one axis for each of {half} lanes (or of {2 * half} channels), "
@@ -456,9 +455,7 @@ def _batched(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape)
 
 
-def _vmap_positions(
-    positions: Tensor, dim: int | None, axes: Sequence[int], lead: int
-) -> Tensor:
+def _vmap_positions(positions: Tensor, dim: int | None, axes: Sequence[int], lead: int) -> Tensor:
     """Positions with the mapped dimension as first token dimension (behind the axes)."""
     if dim is None:
         return positions
@@ -485,10 +482,10 @@ def _rope_vmap(info: Any, in_dims: tuple[Any, ...], q: Tensor, k: Tensor | None,
     _check_unmapped(in_dims)
     positions, cos_sin_cache, inv_freq, axes, *more = rest
     lead = q.dim() - 2 - (in_dims[0] is not None)
-    q = _batched(q, in_dims[0], info.batch_size)  # type: ignore[assignment]
+    q_mapped = _batched(q, in_dims[0], info.batch_size)
     k = _batched(k, in_dims[1], info.batch_size)
     positions = _vmap_positions(positions, in_dims[2], axes, lead)
-    result = rope_op(q, k, positions, cos_sin_cache, inv_freq, axes, *more)
+    result = rope_op(q_mapped, k, positions, cos_sin_cache, inv_freq, axes, *more)
     return result, (0, None if k is None else 0)
 
 
@@ -499,7 +496,8 @@ def _rope_inplace_vmap(
     positions, cos_sin_cache, inv_freq, axes, *more = rest
     if in_dims[0] is None or (k is not None and in_dims[1] is None):
         raise ValueError(
-            f"q and k must both be mapped to be rotated in place under vmap, got in_dims {in_dims[:2]}"
+            "q and k must both be mapped to be rotated in place under vmap, got in_dims "
+            f"{in_dims[:2]}"
         )
     lead = q.dim() - 3
     q = q.movedim(in_dims[0], 0)
@@ -513,7 +511,8 @@ torch.library.register_vmap("rope_compile::rope", _rope_vmap, lib=LIB)
 torch.library.register_vmap("rope_compile::rope_", _rope_inplace_vmap, lib=LIB)
 
 
-# ---------------------------------------------------------------- what Inductor sees for CUDA tensors
+# ---------------------------------------------------------------- what Inductor sees for CUDA
+# tensors
 
 
 def _lower_for_inductor(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -528,9 +527,7 @@ def _lower_for_inductor(mode: Any, func: Any, types: Any, args: Any, kwargs: Any
     from rope_compile.kernels import triton_rope
 
     def kernel(views: Pairs, at: Tensor, *rest: Any) -> None:
-        triton_rope.launch(
-            torch.library.wrap_triton(triton_rope.rope_kernel), views, at, *rest
-        )
+        triton_rope.launch(torch.library.wrap_triton(triton_rope.rope_kernel), views, at, *rest)
 
     functional, in_place = _make_pair(kernel)
     with mode:

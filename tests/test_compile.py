@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from oracle import oracle_table
 from rope_compile import apply_rope, apply_rope_
 from rope_compile.ops import rope_op
+
+from oracle import oracle_table
 from support import randn
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -193,6 +194,4 @@ def test_bad_input_is_named_while_compiling_too() -> None:
     with pytest.raises(Exception, match="positions must be int32 or int64"):
         torch.compile(rotate, fullgraph=True)(q, k, positions.float())
     with pytest.raises(Exception, match="must be on one device"):
-        torch.compile(
-            lambda q: apply_rope(q, None, positions, TABLE.to("meta")), fullgraph=True
-        )(q)
+        torch.compile(lambda q: apply_rope(q, None, positions, TABLE.to("meta")), fullgraph=True)(q)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import rope_compile as rc
-from oracle import assert_near_oracle, oracle_rotate, oracle_table
 from rope_compile.ops import rope_op
+
+from oracle import assert_near_oracle, oracle_rotate, oracle_table
 from support import randn, run_child
 
 ROWS = 128
@@ -64,7 +65,7 @@ BAD = {
     "q none": ({"q": None}, TypeError, "q must be a tensor, got NoneType"),
     "k": ({"k": 3}, TypeError, "k must be a tensor or None, got int"),
     "positions": ({"positions": 7}, TypeError, "positions must be a tensor, got int"),
-    "cos_sin_cache": ({"cos_sin_cache": (TABLE, TABLE)}, TypeError, "cos_sin_cache must be a tensor"),
+    "cache": ({"cos_sin_cache": (TABLE, TABLE)}, TypeError, "cos_sin_cache must be a tensor"),
     "inv_freq": ({"inv_freq": 1e4}, TypeError, "inv_freq must be a tensor or None, got float"),
     "rotary_dim": (
         {"rotary_dim": 12}, ValueError,
@@ -73,7 +74,7 @@ BAD = {
     "style": ({"style": "neox"}, ValueError, "style must be one of"),
     "rotary_offset": ({"rotary_offset": 5}, ValueError, "rotary_offset + rotary_dim must lie"),
     "axes": ({"axes": (0, 1)}, ValueError, "axes must name one axis for each of 4 lanes"),
-    "sections": ({"axes": rc.ChunkedAxes((1, 2))}, ValueError, "sections"),
+    "sections": ({"axes": rc.ChunkedAxes((1, 2))}, ValueError, "must share out rotary_dim / 2 = 4"),
 }  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def test_debug_follows_the_environment() -> None:
 
 
 def test_no_host_read_on_any_path() -> None:
-    """Under a mode that refuses host reads, positions inside and outside; the refusal itself works."""
+    """Under a mode that refuses host reads, inside and outside; the refusal itself works."""
     denied = {
         torch.ops.aten._local_scalar_dense.default,
         torch.ops.aten.nonzero.default,

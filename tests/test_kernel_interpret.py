@@ -1,6 +1,7 @@
 """The Triton kernel's numbers, indexing and masks, in the Triton interpreter on the CPU.
 
-Run by tests/test_interpreter_tier.py in a process with TRITON_INTERPRET=1. The interpreter truncates
+Run by tests/test_interpreter_tier.py in a process with TRITON_INTERPRET=1. The interpreter
+truncates
 at a bfloat16 store, so bfloat16 gets one more ulp here; strict rounding needs a GPU.
 """
 
@@ -9,8 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oracle import assert_near_oracle, oracle_rotate, oracle_table
 from rope_compile import ops
+
+from oracle import assert_near_oracle, oracle_rotate, oracle_table
 from support import (
     LAYOUTS,
     assert_guard_intact,
@@ -58,9 +60,10 @@ def check(q, k, positions, rest, *, outs=None) -> None:
         assert y.dtype == x.dtype
         assert y.shape == x.shape
         if x.dtype == torch.bfloat16:
-            assert int(ulp_distance(y, expected.to(torch.bfloat16)).max()) <= 1 or (
-                (y.double() - expected).abs() <= larger * 2**-7
-            ).all()
+            assert (
+                int(ulp_distance(y, expected.to(torch.bfloat16)).max()) <= 1
+                or ((y.double() - expected).abs() <= larger * 2**-7).all()
+            )
         else:
             assert_near_oracle(y, expected, larger)
     if outs is None and style != "interleaved_to_half":
@@ -71,9 +74,7 @@ def check(q, k, positions, rest, *, outs=None) -> None:
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
-@pytest.mark.parametrize(
-    "rotary_dim", [2, 4, 6, 32, 40, 64, 80, 96, 128, 160, 192, 256, 512, 576]
-)
+@pytest.mark.parametrize("rotary_dim", [2, 4, 6, 32, 40, 64, 80, 96, 128, 160, 192, 256, 512, 576])
 def test_every_width(style: str, rotary_dim: int) -> None:
     """No power of two is assumed; NaN guard columns and rows around the table."""
     rest = rest_of(rotary_dim, style=style)
@@ -145,7 +146,11 @@ def test_zero_tokens_launch_nothing() -> None:
     """A grid of zero programs leaves a sticky error on a GPU; the interpreter would hide it."""
     launches = []
     functional, in_place = ops._make_pair(lambda *arguments: launches.append(arguments))
-    for q, k in ((randn(0, 3, 8), randn(0, 1, 8)), (randn(5, 0, 8), None), (randn(2, 0, 3, 8), None)):
+    for q, k in (
+        (randn(0, 3, 8), randn(0, 1, 8)),
+        (randn(5, 0, 8), None),
+        (randn(2, 0, 3, 8), None),
+    ):
         functional(q, k, torch.zeros(q.shape[:-2], dtype=torch.int64), *rest_of(8))
         in_place(q, k, torch.zeros(q.shape[:-2], dtype=torch.int64), *rest_of(8))
     assert launches == []
@@ -241,7 +246,10 @@ def test_positions_int32_and_strided() -> None:
 
 
 def test_strides_beyond_int32_are_reached() -> None:
-    """The last token lies past 2^31 elements: an int32 offset would wrap. (Memory is not touched.)"""
+    """The last token lies past 2^31 elements: an int32 offset would wrap.
+
+    (Memory is not touched.)
+    """
     far = 2**31 + 16
     storage = torch.empty(far + 8, dtype=torch.float16)
     q = storage.as_strided((2, 1, 8), (far, 8, 1))

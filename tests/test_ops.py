@@ -97,12 +97,12 @@ class TestWrongTwinsFail:
         def body(q):
             return q.mul_(2).clone()
 
-        library, op = self.twin("mutation", "(Tensor q) -> Tensor", body, lambda q: q.clone())
+        _library, op = self.twin("mutation", "(Tensor q) -> Tensor", body, lambda q: q.clone())
         with pytest.raises(OpCheckError, match="test_schema"):
             opcheck(op, (randn(5, 3, 8),), test_utils="test_schema")
 
     def test_stride_copying_fake_is_seen_with_permuted_input_only(self) -> None:
-        library, op = self.twin(
+        _library, op = self.twin(
             "strides",
             "(Tensor q) -> Tensor",
             lambda q: q.new_empty(q.shape).copy_(q),
@@ -113,21 +113,21 @@ class TestWrongTwinsFail:
             opcheck(op, (make_layout("permuted", 5, 3, 8),), test_utils="test_faketensor")
 
     def test_missing_autograd(self) -> None:
-        library, op = self.twin(
+        _library, op = self.twin(
             "autograd", "(Tensor q) -> Tensor", lambda q: q.clone(), lambda q: q.new_empty(q.shape)
         )
         with pytest.raises(OpCheckError, match="test_autograd_registration"):
             opcheck(op, (randn(5, 3, 8).requires_grad_(),), test_utils="test_autograd_registration")
 
     def test_wrong_gradient_is_seen_by_gradcheck_alone(self) -> None:
-        library, op = self.twin(
+        _library, op = self.twin(
             "gradient",
             "(Tensor q) -> Tensor",
             lambda q: q * 3,
             lambda q: q.new_empty(q.shape),
         )
         torch.library.register_autograd(
-            "rope_twin_gradient::rope", lambda _ctx, grad: grad * 2, lib=library
+            "rope_twin_gradient::rope", lambda _ctx, grad: grad * 2, lib=_library
         )
         q = randn(2, 2, 2, dtype=torch.float64).requires_grad_()
         opcheck(op, (q,))
@@ -209,7 +209,7 @@ def test_vmap_equals_a_loop(in_dims) -> None:
     mapped = 4
     shapes = [(5, 3, 8), (5, 2, 8)]
     q, k = (
-        randn(*(list(shape[:d]) + [mapped] + list(shape[d:]) if d is not None else shape), seed=i)
+        randn(*([*shape[:d], mapped, *shape[d:]] if d is not None else shape), seed=i)
         for i, (shape, d) in enumerate(zip(shapes, in_dims[:2], strict=True))
     )
     positions = torch.tensor([0, 5, -1, 200, 2**31 - 1])
@@ -311,7 +311,7 @@ def test_in_place_equals_functional_and_bumps_versions(layout: str, style: str) 
 
 
 def test_in_place_writes_the_packed_base_and_nothing_else() -> None:
-    """Slices of packed qkv, partial width: v, pass-through channels and neighbours stay bit-equal."""
+    """Slices of packed qkv, partial width: v and the pass-through channels stay bit-equal."""
     packed = randn(7, 3 + 1 + 1, 16)
     before = packed.clone()
     q, k, _v = packed.split([3, 1, 1], 1)
@@ -396,23 +396,31 @@ def test_all_meta_gives_meta() -> None:
 Q, K = randn(5, 3, 8), randn(5, 2, 8)
 GOOD = (Q, K, torch.arange(5), *rest_of(8))
 BAD = {
-    "q dtype": (0, Q.int(), TypeError, "q must be float16, bfloat16, float32 or float64, got torch.int32"),
-    "k dtype": (1, K.int(), TypeError, "k must be float16, bfloat16, float32 or float64, got torch.int32"),
-    "positions dtype": (2, torch.arange(5.0), TypeError, "positions must be int32 or int64, got torch.float32"),
-    "positions length": (2, torch.arange(4), ValueError, "positions must broadcast to q.shape[:-2] = (5,), got (4,)"),
+    "q dtype": (0, Q.int(), TypeError,
+        "q must be float16, bfloat16, float32 or float64, got torch.int32"),
+    "k dtype": (1, K.int(), TypeError,
+        "k must be float16, bfloat16, float32 or float64, got torch.int32"),
+    "positions dtype": (2, torch.arange(5.0), TypeError,
+        "positions must be int32 or int64, got torch.float32"),
+    "positions length": (2, torch.arange(4), ValueError,
+        "positions must broadcast to q.shape[:-2] = (5,), got (4,)"),
     "positions rank": (2, torch.ones(5, 3, 2).long(), ValueError, "positions must broadcast"),
     "table dtype": (3, GOOD[3].half(), TypeError, "cos_sin_cache must be float32"),
     "table rank": (3, GOOD[3][0], ValueError, "cos_sin_cache must be [rows, rotary_dim]"),
-    "table odd": (3, GOOD[3][:, :7], ValueError, "cos_sin_cache must be [rows, rotary_dim] with an even"),
-    "table wide": (3, torch.zeros(4, 10), ValueError, "rotary_offset + rotary_dim must lie in 0..head_dim of q"),
+    "table odd": (3, GOOD[3][:, :7], ValueError,
+        "cos_sin_cache must be [rows, rotary_dim] with an even"),
+    "table wide": (3, torch.zeros(4, 10), ValueError,
+        "rotary_offset + rotary_dim must lie in 0..head_dim of q"),
     "inv_freq dtype": (4, GOOD[4].half(), TypeError, "inv_freq must be float32 or float64"),
-    "inv_freq length": (4, GOOD[4][:3], ValueError, "inv_freq must be [rotary_dim / 2] = (4,), got (3,)"),
+    "inv_freq length": (4, GOOD[4][:3], ValueError,
+        "inv_freq must be [rotary_dim / 2] = (4,), got (3,)"),
     "axes length": (5, [0, 1], ValueError, "axes must name one axis for each of 4 lanes"),
     "axes negative": (5, [0, -1, 0, 0], ValueError, "axes must name one axis"),
     "axes count": (5, [0, 1, 2, 0], ValueError, "positions must"),
     "style": (6, "neox", ValueError, "style must be one of ('half'"),
     "half_blocks": (6, "half_blocks", ValueError, "needs axes"),
-    "offset": (7, 1, ValueError, "rotary_offset + rotary_dim must lie in 0..head_dim of q, got 1 + 8 for head_dim 8"),
+    "offset": (7, 1, ValueError,
+        "rotary_offset + rotary_dim must lie in 0..head_dim of q, got 1 + 8 for head_dim 8"),
     "negative offset": (7, -1, ValueError, "rotary_offset + rotary_dim must lie"),
     "k tokens": (1, K[:4], ValueError, "k must have the token dimensions of q, (5,), got (4,)"),
     "k rank": (1, K[None], ValueError, "q and k must be [..., heads, head_dim] of one rank"),
@@ -504,14 +512,15 @@ def test_golden_cos_and_sin_far_out() -> None:
         x = torch.zeros(1, 1, 128, dtype=torch.float64)
         x[..., lane] = 1.0  # rotates to (cos, sin)
         out = rope_op(
-            x, None, torch.tensor([position]), torch.empty(0, 128), inv_freq, [], "half", 0, 1.0, False
+            x, None, torch.tensor([position]), torch.empty(0, 128), inv_freq, [], "half", 0, 1.0,
+            False,
         )[0]  # fmt: skip
         assert abs(out[0, 0, lane].item() - cos) < 1e-7
         assert abs(out[0, 0, lane + 64].item() - sin) < 1e-7
 
 
 def test_phase_precision_follows_the_dtype_of_the_frequencies() -> None:
-    """float64 frequencies: exact phases. float32: the phase is rounded once, far beyond 2^24 too."""
+    """float64 frequencies: exact phases. float32: one rounding, far beyond 2^24 too."""
     positions = torch.tensor([131071, 2**24 + 1, 2**31 - 1, -(2**31)])
     q = randn(4, 2, 16, dtype=torch.float64)
     for dtype in (torch.float32, torch.float64):

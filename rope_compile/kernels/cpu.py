@@ -25,7 +25,7 @@ def rope_into_by_blocks(
     attention_scaling: float,
     inverse: bool,
 ) -> None:
-    """``rope_into`` for tensors ``[batch, seq, heads, head_dim]``, positions ``[(A,) batch, seq]``."""
+    """``rope_into`` for ``[batch, seq, heads, head_dim]``, positions ``[(A,) batch, seq]``."""
     batch, seq = pairs[0][1].shape[:2]
     seq_step = max(1, min(seq, TOKENS_PER_BLOCK))
     batch_step = max(1, TOKENS_PER_BLOCK // seq_step)

@@ -1,6 +1,7 @@
-"""The one readable definition of the rotation: the oracle, and the path for any device without a kernel.
+"""The one readable definition of the rotation, and the path for a device without a kernel.
 
-Pair ``(x, y)`` at angle ``a = position * inv_freq`` and magnitude ``m`` (RoFormer, arXiv 2104.09864)::
+Pair ``(x, y)`` at angle ``a = position * inv_freq`` and magnitude ``m`` (RoFormer, arXiv
+2104.09864)::
 
     x' = m * (x * cos a - y * sin a)
     y' = m * (y * cos a + x * sin a)
@@ -10,6 +11,7 @@ Inside the table ``m * cos a`` and ``m * sin a`` are read; outside it they are c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,12 +44,12 @@ def segments(pairing: str, half: int, axes: Sequence[int]) -> list[Segment]:
     bounds = block_bounds(list(axes))
     return [
         Segment(slice(start, stop), slice(2 * start, start + stop), slice(start + stop, 2 * stop))
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in itertools.pairwise(bounds)
     ]
 
 
 def pairings(style: str, inverse: bool) -> tuple[str, str]:
-    """``(read, written)`` pairing of a style; the inverse of a style that moves channels moves them back."""
+    """``(read, written)`` pairing of a style; an inverse moves moved channels back."""
     if style == "interleaved_to_half":
         return ("half", "interleaved") if inverse else ("interleaved", "half")
     return style, style
@@ -56,7 +58,7 @@ def pairings(style: str, inverse: bool) -> tuple[str, str]:
 def compute_cos_sin(
     positions: Tensor, inv_freq: Tensor, attention_scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """float32 cos and sin, times the magnitude, of integer positions that broadcast with ``inv_freq``.
+    """float32 cos and sin, times the magnitude, of positions that broadcast with ``inv_freq``.
 
     float32 frequencies: the product is rounded once to float32 (what the field's reference rounds).
     float64 frequencies: nothing is rounded before the cosine.
@@ -118,7 +120,7 @@ def angles(
     axes: Sequence[int],
     attention_scaling: float,
 ) -> Angles:
-    """Angles of ``positions [..., ]``, or ``[A, ...]`` with axes (one axis per lane, or per channel)."""
+    """Angles of ``positions [...]``, or ``[A, ...]`` with one axis for each lane or channel."""
     half = cos_sin_cache.shape[1] // 2
     lanes = torch.arange(half, device=positions.device)
 
@@ -184,7 +186,7 @@ def rope_into(
     attention_scaling: float,
     inverse: bool,
 ) -> None:
-    """Rotate every ``(out, x)`` of ``pairs``; ``positions`` has the shape of the token dimensions."""
+    """Rotate every ``(out, x)`` of ``pairs``; ``positions`` has their token dimensions."""
     at = angles(positions, cos_sin_cache, inv_freq, axes, attention_scaling)
     for out, x in pairs:
         rotate_into(out, x, at, axes, style, rotary_offset, inverse)

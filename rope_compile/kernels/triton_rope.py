@@ -1,7 +1,8 @@
 """The Triton kernel and its launcher: every direction, style and layout, in place and out of place.
 
 One launch rotates q and k. A program owns a run of tokens of one sequence and a group of heads; its
-lanes are the flattened (token, lane) pairs, so that widths which are no power of two waste at most a
+lanes are the flattened (token, lane) pairs, so that widths which are no power of two waste at most
+a
 few lanes. It loads the table row of each token once and walks its heads.
 """
 
@@ -18,7 +19,8 @@ import triton.language as tl
 HALF, INTERLEAVED, HALF_BLOCKS = 0, 1, 2
 PAIRINGS = {"half": HALF, "interleaved": INTERLEAVED, "half_blocks": HALF_BLOCKS}
 
-# Axis of each lane, as one compile-time integer: 4 bits a lane, 7 lanes a word, so that a word stays
+# Axis of each lane, as one compile-time integer: 4 bits a lane, 7 lanes a word, so that a word
+# stays
 # a positive int32. The kernel unpacks it with shifts; no lookup in memory, nothing to keep alive.
 MAX_AXES = 16  # 4 bits
 
@@ -121,7 +123,7 @@ def cos_sin(
     # Lanes that read no row are overwritten below or never stored.
     cos = tl.load(row_ptr, mask=readable, other=0.0)
     sin = tl.load(row_ptr + LANES, mask=readable, other=0.0)
-    if HAS_INV_FREQ:
+    if HAS_INV_FREQ:  # noqa: SIM102 (the outer test is decided at compile time)
         # Uniform in the program: programs inside the table skip the trigonometry.
         if any_outside:
             inv_freq = tl.load(inv_freq_ptr + lane, mask=in_tile, other=0.0)
@@ -144,14 +146,14 @@ def load_pair(x_ptr, token_base, low, high, in_tile, wide_base, wide_column, in_
     if PAIRING == 1:
         x = tl.load(x_ptr + wide_base + wide_column * STRIDE_D, mask=in_wide, other=0.0)
         return tl.split(tl.reshape(x, [BLOCK, 2]))
-    else:
-        x_low = tl.load(x_ptr + token_base + low * STRIDE_D, mask=in_tile, other=0.0)
-        x_high = tl.load(x_ptr + token_base + high * STRIDE_D, mask=in_tile, other=0.0)
-        return x_low, x_high
+    x_low = tl.load(x_ptr + token_base + low * STRIDE_D, mask=in_tile, other=0.0)
+    x_high = tl.load(x_ptr + token_base + high * STRIDE_D, mask=in_tile, other=0.0)
+    return x_low, x_high
 
 
 @triton.jit
-def store_pair(out_ptr, y_low, y_high, token_base, low, high, in_tile, wide_base, wide_column, in_wide,
+def store_pair(out_ptr, y_low, y_high, token_base, low, high, in_tile, wide_base, wide_column,
+in_wide,
                PAIRING: tl.constexpr, STRIDE_D: tl.constexpr):  # fmt: skip
     element = out_ptr.dtype.element_ty
     if PAIRING == 1:
@@ -168,11 +170,13 @@ def rotate_heads(
     stride_x_batch, stride_x_seq, stride_x_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STRIDE_D: tl.constexpr,
     ALIGN: tl.constexpr, IN_PLACE: tl.constexpr, LANES: tl.constexpr, OFFSET: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PASS_BLOCK: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, PASS_BLOCK: tl.constexpr, READ: tl.constexpr,
+    WRITTEN: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Rotate the heads of one group of one tensor for TOKENS tokens from ``seq_start``."""
-    # Strides come divided by ALIGN: multiplied here they are provably divisible, which keeps 16-byte
+    # Strides come divided by ALIGN: multiplied here they are provably divisible, which keeps
+    # 16-byte
     # accesses with one binary for all strides. int64 before the first product that can pass 2^31.
     x_batch = stride_x_batch.to(tl.int64) * ALIGN
     x_seq = stride_x_seq.to(tl.int64) * ALIGN
@@ -333,9 +337,11 @@ def rope_kernel(
     else:
         if K_HEADS > 0:
             rotate_heads(
-                k_ptr, k_out_ptr, group - Q_GROUPS, batch, seq_start, seq, cos_low, sin_low, cos_high,
+                k_ptr, k_out_ptr, group - Q_GROUPS, batch, seq_start, seq, cos_low, sin_low,
+                cos_high,
                 sin_high, low, high, stride_k_batch, stride_k_seq, stride_k_head,
-                K_HEADS, GROUP, K_HEAD_DIM, K_STRIDE_D, ALIGN, IN_PLACE, LANES, OFFSET, TOKENS, BLOCK,
+                K_HEADS, GROUP, K_HEAD_DIM, K_STRIDE_D, ALIGN, IN_PLACE, LANES, OFFSET, TOKENS,
+                BLOCK,
                 PASS_BLOCK, READ, WRITTEN, INVERSE,
             )  # fmt: skip
 
@@ -390,7 +396,7 @@ def pack_block_starts(axes: tuple[int, ...]) -> int:
 
 
 def _divisible(n: object, by: int) -> bool:
-    """Whether ``n`` is provably a multiple: an int that is, or a symbol known to be, without a guard."""
+    """Whether ``n`` is provably a multiple: an int, or a symbol known to be without a guard."""
     if isinstance(n, int):
         return n % by == 0
     from torch.fx.experimental.symbolic_shapes import statically_known_true

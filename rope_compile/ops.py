@@ -14,6 +14,8 @@ serves every token count, 0 and 1 included. Comparisons run on plain ints only.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -337,10 +339,27 @@ def _run(kernel: Any, pairs: Pairs, positions: Tensor, *rest: Any) -> None:
 # ---------------------------------------------------------------------------------- real kernels
 
 
-def _triton_kernel(views: Pairs, at: Tensor, *rest: Any) -> None:
-    from rope_compile.kernels import triton_rope
+@functools.cache
+def _triton_module() -> Any:
+    """The Triton kernel's module, or None (with one warning) where Triton cannot be imported."""
+    try:
+        from rope_compile.kernels import triton_rope
+    except ImportError as error:
+        warnings.warn(
+            f"triton cannot be imported ({error}): CUDA tensors take the slow reference path; "
+            "pip install triton",
+            stacklevel=2,
+        )
+        return None
+    return triton_rope
 
-    triton_rope.launch(triton_rope.rope_kernel, views, at, *rest)
+
+def _cuda_kernel(views: Pairs, at: Tensor, *rest: Any) -> None:
+    module = _triton_module()
+    if module is None:
+        reference.rope_into(views, at, *rest)
+    else:
+        module.launch(module.rope_kernel, views, at, *rest)
 
 
 def _make_pair(kernel: Any) -> tuple[Any, Any]:
@@ -375,7 +394,7 @@ def check_in_place(style: str) -> None:
 
 for _key, _kernel in (
     ("CPU", cpu.rope_into_by_blocks),
-    ("CUDA", _triton_kernel),
+    ("CUDA", _cuda_kernel),
     ("CompositeExplicitAutograd", reference.rope_into),
 ):
     _functional, _in_place = _make_pair(_kernel)
@@ -522,12 +541,12 @@ def _lower_for_inductor(mode: Any, func: Any, types: Any, args: Any, kwargs: Any
     projection passed as views. FunctionalTensorMode is private (torch 2.11 to 2.14);
     tests/test_inductor_cuda_text.py fails when it moves.
     """
-    if args[0].device.type != "cuda":
+    module = _triton_module() if args[0].device.type == "cuda" and not mode.export else None
+    if module is None:  # torch.export keeps the operator too: a launch is for this machine only
         return mode.__torch_dispatch__(func, types, args, kwargs)
-    from rope_compile.kernels import triton_rope
 
     def kernel(views: Pairs, at: Tensor, *rest: Any) -> None:
-        triton_rope.launch(torch.library.wrap_triton(triton_rope.rope_kernel), views, at, *rest)
+        module.launch(torch.library.wrap_triton(module.rope_kernel), views, at, *rest)
 
     functional, in_place = _make_pair(kernel)
     with mode:

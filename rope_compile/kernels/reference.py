@@ -72,31 +72,35 @@ def compute_cos_sin(
 
 def gather_cos_sin(
     positions: Tensor,
-    lanes: Tensor,
+    lanes: Tensor | None,
     cos_sin_cache: Tensor,
     inv_freq: Tensor | None,
     attention_scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 ``[..., half]``, of ``positions [..., half or 1]`` for the given lanes.
+    """float32 cos and sin ``[..., half]`` of ``positions [..., 1]``, or ``[..., half]`` by lane.
 
     Without ``inv_freq`` a position outside the table takes the nearest row.
     """
     rows, half = cos_sin_cache.shape[0], cos_sin_cache.shape[1] // 2
-    outside = (positions < 0) | (positions >= rows)
+    # A CPU may look at the values; every other device would have to wait for them.
+    if positions.device.type == "cpu":
+        low, high = torch.aminmax(positions)
+        inside = bool(low >= 0) and bool(high < rows)
+    else:
+        inside = False
     if rows:
-        row = positions.clamp(0, rows - 1).to(torch.int64)
-        if positions.shape[-1] == 1:
-            cos, sin = cos_sin_cache[row[..., 0]].split(half, -1)
+        row = positions if inside else positions.clamp(0, rows - 1)
+        if lanes is None:
+            cos, sin = torch.embedding(cos_sin_cache, row.squeeze(-1)).split(half, -1)
         else:
             cos, sin = cos_sin_cache[row, lanes], cos_sin_cache[row, lanes + half]
-    if inv_freq is None:
-        return cos, sin
-    # A CPU may look at the values; every other device would have to wait for them.
-    if positions.device.type == "cpu" and not outside.any():
-        return cos, sin
+        if inside or inv_freq is None:
+            return cos, sin
+    assert inv_freq is not None  # the operator refuses an empty table without frequencies
     computed = compute_cos_sin(positions, inv_freq, attention_scaling)
     if not rows:
         return computed
+    outside = (positions < 0) | (positions >= rows)
     return torch.where(outside, computed[0], cos), torch.where(outside, computed[1], sin)
 
 
@@ -122,12 +126,11 @@ def angles(
 ) -> Angles:
     """Angles of ``positions [...]``, or ``[A, ...]`` with one axis for each lane or channel."""
     half = cos_sin_cache.shape[1] // 2
-    lanes = torch.arange(half, device=positions.device)
 
     def of(lane_axes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        if not lane_axes:
-            by_lane = positions.unsqueeze(-1)
-        else:
+        lanes, by_lane = None, positions.unsqueeze(-1)
+        if lane_axes:
+            lanes = torch.arange(half, device=positions.device)
             index = torch.tensor(lane_axes, device=positions.device)
             by_lane = positions.index_select(0, index).movedim(0, -1)
         cos, sin = gather_cos_sin(by_lane, lanes, cos_sin_cache, inv_freq, attention_scaling)
@@ -154,7 +157,7 @@ def rotate_into(
     rotary_dim = 2 * at.cos_low.shape[-1]
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     stop = rotary_offset + rotary_dim
-    if out is not x:
+    if out is not x and rotary_dim < x.shape[-1]:
         out[..., :rotary_offset] = x[..., :rotary_offset]
         out[..., stop:] = x[..., stop:]
     source, target = x[..., rotary_offset:stop], out[..., rotary_offset:stop]

@@ -1,4 +1,4 @@
-"""Reserve before capture: how many rows, one hook that reserves them, and a guard around capture."""
+"""Reserve before capture: how many rows, the hook that reserves them, a guard around capture."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def _longest(name: str, source: object) -> int:
         lengths = _config_lengths(source)
     if not lengths:
         raise ValueError(
-            f"{name} must name a length (max_position_embeddings, or a RotaryEmbedding inside), got "
-            f"{type(source).__name__} without one; pass the number of positions instead"
+            f"{name} must name a length (max_position_embeddings, or a RotaryEmbedding inside), "
+            f"got {type(source).__name__} without one; pass the number of positions instead"
         )
     return max(lengths)
 
@@ -223,8 +223,8 @@ def _named_tables(model: Model) -> list[tuple[str, RopeTable]]:
                 found.setdefault(id(module), (prefix + owner, module))
         if not own:
             raise ValueError(
-                f"model must contain a RotaryEmbedding, got {type(one).__name__} without one; build "
-                "it with get_rope, or patch it with rope_compile.integrations first"
+                f"model must contain a RotaryEmbedding, got {type(one).__name__} without one; "
+                "build it with get_rope, or patch it with rope_compile.integrations first"
             )
     return list(found.values())
 
@@ -276,8 +276,8 @@ def prepare_for_capture(model: Model, plan: CapturePlan) -> CaptureReport:
 def capture_guard(model: Model = None) -> Iterator[None]:
     """Inside, growth of a model's tables raises, and their storage is pinned for good.
 
-    Put it around ``torch.cuda.graph(...)`` or a first compiled call. Nests; several threads may hold
-    one at once.
+    Put it around ``torch.cuda.graph(...)`` or a first compiled call. Nests; several threads may
+    hold one at once.
 
     Args:
         model: A module, several modules, or None for every live table of `get_rope`.

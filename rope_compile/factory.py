@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ Key = tuple[RopeConfig, torch.device]
 class Registry:
     """Modules by config and device, and storage that captured graphs may still read.
 
-    References are strong: a reserved table stays reserved for whoever asks next, whatever the order.
+    References are strong: a reserved table stays reserved for whoever asks next.
     """
 
     def __init__(self) -> None:
@@ -119,9 +119,9 @@ def get_rope(config: RopeConfig, device: torch.device | str | int | None = None)
     return registry.fetch(config, canonical_device(device))
 
 
-# Tables are never built from traced or fake tensors: Dynamo breaks the graph and runs this eagerly.
-@torch.compiler.disable
-def _fetch_outside_the_graph(
-    config: RopeConfig, device: torch.device | str | int | None
-) -> RotaryEmbedding:
+def _fetch(config: RopeConfig, device: torch.device | str | int | None) -> RotaryEmbedding:
     return registry.fetch(config, canonical_device(device))
+
+
+# Tables are never built from traced or fake tensors: Dynamo breaks the graph and runs this eagerly.
+_fetch_outside_the_graph: Callable[..., RotaryEmbedding] = torch.compiler.disable(_fetch)

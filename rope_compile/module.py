@@ -187,7 +187,7 @@ class RotaryEmbedding(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         legacy = {prefix + key for key in LEGACY_KEYS}

@@ -1,4 +1,4 @@
-"""`RopeTable`: cos/sin rows that are filled once, reserved ahead of capture, and never silently dead.
+"""`RopeTable`: cos/sin rows, filled once, reserved ahead of capture, never silently dead.
 
 NOTE [Plain tensors] A table outlives whatever happened to be active when it was built: inference
 mode, a fake-tensor mode, a functional transform, a trace. Every tensor here is made inside
@@ -187,6 +187,7 @@ class RopeTable(nn.Module):
         self.device = canonical_device(device)
         self._lock = threading.RLock()
         self._frozen = 0
+        self._prints: dict[str, _Print] = {}
         self._pinned: list[Tensor] = []
         self.register_buffer("cos_sin_cache", None, persistent=False)
         self.register_buffer("inv_freq", None, persistent=False)
@@ -370,7 +371,7 @@ class RopeTable(nn.Module):
 
     def extra_repr(self) -> str:
         config = self.config
-        rows = f"{self.capacity} rows, " if "_prints" in self.__dict__ else ""
+        rows = f"{self.capacity} rows, " if self.__dict__.get("_prints") else ""
         return f"{rows}rotary_dim={config.rotary_dim}, base={config.base:g}, device={self.device}"
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from rope_compile.kernels.reference import rope_into
 
-# 64 tokens of 40 heads of 128 float32 channels are 1.3 MB with their temporaries: the size of one
-# core's second-level cache on current x86 servers. Eager code over whole tensors leaves it and
-# faults in fresh pages for every temporary.
-TOKENS_PER_BLOCK = 64
+# Elements of q and k in one block: with their temporaries about 4 MB, a few second-level caches of
+# current x86 servers, and still below the size (32 MB) above which glibc maps fresh pages for every
+# temporary. Smaller blocks pay more for calls than they gain in cache.
+ELEMENTS_PER_BLOCK = 2**18
 
 
 def rope_into_by_blocks(
@@ -27,8 +27,15 @@ def rope_into_by_blocks(
 ) -> None:
     """``rope_into`` for ``[batch, seq, heads, head_dim]``, positions ``[(A,) batch, seq]``."""
     batch, seq = pairs[0][1].shape[:2]
-    seq_step = max(1, min(seq, TOKENS_PER_BLOCK))
-    batch_step = max(1, TOKENS_PER_BLOCK // seq_step)
+    tokens = max(1, ELEMENTS_PER_BLOCK // sum(x.shape[2] * x.shape[3] for _, x in pairs))
+    seq_step = min(seq, tokens)
+    batch_step = max(1, tokens // seq_step)
+    if batch <= batch_step and seq <= seq_step:
+        rope_into(
+            pairs, positions, cos_sin_cache, inv_freq, axes, style, rotary_offset,
+            attention_scaling, inverse,
+        )  # fmt: skip
+        return
     for b in range(0, batch, batch_step):
         for s in range(0, seq, seq_step):
             block = (slice(b, b + batch_step), slice(s, s + seq_step))

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 
-class Segment(NamedTuple):
-    """Lanes ``lanes`` rotate the channels ``low`` against the channels ``high``."""
+class Pairs(NamedTuple):
+    """Views of both channels of the pairs that the lanes ``start`` to ``stop`` rotate."""
 
-    lanes: slice
-    low: slice
-    high: slice
+    start: int
+    stop: int
+    low: Tensor
+    high: Tensor
 
 
 def block_bounds(axes: Sequence[int]) -> list[int]:
@@ -35,16 +36,17 @@ def block_bounds(axes: Sequence[int]) -> list[int]:
     return bounds
 
 
-def segments(pairing: str, half: int, axes: Sequence[int]) -> list[Segment]:
-    """Which channels of a ``2 * half`` wide slice form pairs, by name of the pairing."""
+def pair_views(x: Tensor, pairing: str, axes: Sequence[int]) -> list[Pairs]:
+    """Which channels of ``x [..., 2 * half]`` form pairs, by name of the pairing."""
+    half = x.shape[-1] // 2
     if pairing == "half":
-        return [Segment(slice(0, half), slice(0, half), slice(half, 2 * half))]
+        return [Pairs(0, half, *x.split(half, -1))]
     if pairing == "interleaved":
-        return [Segment(slice(0, half), slice(0, 2 * half, 2), slice(1, 2 * half, 2))]
-    bounds = block_bounds(list(axes))
+        return [Pairs(0, half, *x.unflatten(-1, (half, 2)).unbind(-1))]
     return [
-        Segment(slice(start, stop), slice(2 * start, start + stop), slice(start + stop, 2 * stop))
-        for start, stop in itertools.pairwise(bounds)
+        Pairs(start, stop, *x[..., 2 * start : 2 * stop].split(stop - start, -1))
+        for start, stop in itertools.pairwise(block_bounds(list(axes)))
+        if start < stop
     ]
 
 
@@ -85,7 +87,7 @@ def gather_cos_sin(
     # A CPU may look at the values; every other device would have to wait for them.
     if positions.device.type == "cpu":
         low, high = torch.aminmax(positions)
-        inside = bool(low >= 0) and bool(high < rows)
+        inside = low.item() >= 0 and high.item() < rows
     else:
         inside = False
     if rows:
@@ -154,28 +156,43 @@ def rotate_into(
 
     ``inverse`` applies the transpose: for equal halves of a pair that is the rotation by -a.
     """
-    rotary_dim = 2 * at.cos_low.shape[-1]
+    half = at.cos_low.shape[-1]
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    stop = rotary_offset + rotary_dim
-    if out is not x and rotary_dim < x.shape[-1]:
-        out[..., :rotary_offset] = x[..., :rotary_offset]
-        out[..., stop:] = x[..., stop:]
-    source, target = x[..., rotary_offset:stop], out[..., rotary_offset:stop]
+    source, target = x, out
+    if 2 * half < x.shape[-1]:
+        stop = rotary_offset + 2 * half
+        source, target = x[..., rotary_offset:stop], out[..., rotary_offset:stop]
+        if out is not x:
+            out[..., :rotary_offset] = x[..., :rotary_offset]
+            out[..., stop:] = x[..., stop:]
     read, written = pairings(style, inverse)
-    half = rotary_dim // 2
-    for (lanes, low, high), (_, low_out, high_out) in zip(
-        segments(read, half, axes[:half]), segments(written, half, axes[:half]), strict=True
+    for given, wanted in zip(
+        pair_views(source, read, axes[:half]), pair_views(target, written, axes[:half]), strict=True
     ):
-        x_low, x_high = source[..., low].to(compute), source[..., high].to(compute)
-        cos_low, sin_low, cos_high, sin_high = (part[..., lanes].to(compute) for part in at)
+        parts = at
+        if given.stop - given.start < half:
+            parts = Angles(*(part[..., given.start : given.stop] for part in at))
+        cos_low, sin_low, cos_high, sin_high = parts
+        low, high = given.low.to(compute), given.high.to(compute)
+        # Both products with sin come first, so that out may be x. Each operation rounds once.
         if inverse:
-            y_low = x_low * cos_low + x_high * sin_high
-            y_high = x_high * cos_high - x_low * sin_low
+            crossed_low, crossed_high = high * sin_high, low * sin_low
         else:
-            y_low = x_low * cos_low - x_high * sin_low
-            y_high = x_high * cos_high + x_low * sin_high
-        target[..., low_out] = y_low
-        target[..., high_out] = y_high
+            crossed_low, crossed_high = high * sin_low, low * sin_high
+        if out.dtype == compute:
+            new_low = torch.mul(low, cos_low, out=wanted.low)
+            new_high = torch.mul(high, cos_high, out=wanted.high)
+        else:
+            new_low, new_high = low.mul_(cos_low), high.mul_(cos_high)
+        if inverse:
+            new_low += crossed_low
+            new_high -= crossed_high
+        else:
+            new_low -= crossed_low
+            new_high += crossed_high
+        if out.dtype != compute:
+            wanted.low.copy_(new_low)
+            wanted.high.copy_(new_high)
 
 
 def rope_into(

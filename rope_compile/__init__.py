@@ -1,16 +1,18 @@
 """Rotary position embedding that ``torch.compile``, CUDA graphs and autograd can see through.
 
 >>> import torch, rope_compile as rc
->>> rope = rc.get_rope(rc.RopeConfig(head_dim=128, max_position=8192, base=500_000.0))
->>> q, k = rope(torch.arange(77), torch.randn(1, 77, 32, 128), torch.randn(1, 77, 8, 128))
+>>> rope = rc.get_rope(rc.RopeConfig(head_dim=64, max_position=4096))
+>>> q, k = torch.randn(7, 8, 64), torch.randn(7, 2, 64)
+>>> q, k = rope(torch.arange(7), q, k)
 
-Importing registers the operators and does nothing else: no Triton, no CUDA, no patching.
+Importing registers the operators ``torch.ops.rope_compile.rope`` and ``rope_`` and does nothing
+else: no Triton import, no CUDA initialisation, no patch of another library.
 """
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from rope_compile.axes import (
     AxialAxes,
@@ -40,6 +42,9 @@ from rope_compile.scaling import (
     YarnScaling,
 )
 
+if TYPE_CHECKING:
+    from rope_compile import integrations
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -64,6 +69,7 @@ __all__ = [
     "RotaryEmbedding",
     "XdropeAxes",
     "YarnScaling",
+    "__version__",
     "apply_rope",
     "apply_rope_",
     "capture_guard",
@@ -73,9 +79,10 @@ __all__ = [
     "prepare_for_capture",
 ]
 
-
-def __getattr__(name: str) -> ModuleType:
-    # Adapters load on first use: none of their frameworks is needed to import this package.
-    if name == "integrations":
-        return importlib.import_module("rope_compile.integrations")
-    raise AttributeError(f"module 'rope_compile' has no attribute {name!r}")
+if not TYPE_CHECKING:
+    # Hidden from the type checker, to which a module __getattr__ would make every name valid.
+    def __getattr__(name: str) -> object:
+        """Import ``integrations`` on first use: its adapters look for other frameworks."""
+        if name == "integrations":
+            return importlib.import_module("rope_compile.integrations")
+        raise AttributeError(f"module 'rope_compile' has no attribute {name!r}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rope_compile.config import RopeConfig
 from rope_compile.factory import live_tables, registry
@@ -229,6 +229,25 @@ def _named_tables(model: Model) -> list[tuple[str, RopeTable]]:
     return list(found.values())
 
 
+def _live_tables(model: Model) -> list[tuple[str, RopeTable]]:
+    """The tables that a capture may read: real, and each of them alive."""
+    tables = _named_tables(model)
+    real = [(name, table) for name, table in tables if table.device.type != "meta"]
+    if tables and not real:
+        raise ValueError(
+            f"model must be on a real device, got {tables[0][0]} on meta; call to_empty() or "
+            ".to(device) first"
+        )
+    for name, table in real:
+        reason = table.dead()
+        if reason is not None:
+            raise RuntimeError(
+                f"{name} must have a live table, got a dead one: {reason}; fetch it again with "
+                f"get_rope, or call reserve({table.capacity}) on its module"
+            )
+    return real
+
+
 def prepare_for_capture(model: Model, plan: CapturePlan) -> CaptureReport:
     """Give every table the rows a plan needs; after it no call moves or reallocates one.
 
@@ -240,23 +259,15 @@ def prepare_for_capture(model: Model, plan: CapturePlan) -> CaptureReport:
         plan: how many rows.
 
     Raises:
-        ValueError: a module has no table. RuntimeError: called while compiling or capturing, or a
-            table is dead. TypeError: an argument of a wrong type.
+        ValueError: a module has no table, or is on meta. RuntimeError: a table is dead, or would
+            have to grow while compiling or capturing. TypeError: an argument of a wrong type.
     """
     if not isinstance(plan, CapturePlan):
         raise TypeError(f"plan must be a CapturePlan, got {type(plan).__name__}")
     reports = []
-    for name, table in _named_tables(model):
-        reason = table.dead()
-        if reason is not None:
-            raise RuntimeError(
-                f"{name} must be alive to be reserved, got a dead table: {reason}; fetch it again "
-                f"with get_rope, or call reserve({plan.reserve_length}) on its module"
-            )
+    for name, table in _live_tables(model):
         before = table.capacity
         table.reserve(plan.reserve_length)
-        if table.device.type == "meta":
-            continue  # nothing to read there, and nothing to keep
         registry.pin(table.pin())
         cache = table.cos_sin_cache
         reports.append(
@@ -280,21 +291,23 @@ def capture_guard(model: Model = None) -> Iterator[None]:
     hold one at once.
 
     Args:
-        model: A module, several modules, or None for every live table of `get_rope`.
+        model: A module, several modules, or None for every table of `get_rope`, those included that
+            are built inside.
 
     Raises:
         RuntimeError: from ``reserve`` inside, for growth. ValueError, TypeError: as
             `prepare_for_capture`.
     """
-    tables = [table for _, table in _named_tables(model)]
-    pinned: list[Tensor] = []
+    if model is None:
+        with registry.guard():
+            yield
+        return
+    tables = [table for _, table in _live_tables(model)]
     for table in tables:
         table.freeze()
     try:
         for table in tables:
-            if table.device.type != "meta":
-                pinned += table.pin()
-        registry.pin(pinned)
+            registry.pin(table.pin())
         yield
     finally:
         for table in tables:

@@ -1,10 +1,18 @@
-"""`get_rope` and the process-wide registry behind it: one live module per config and device."""
+"""`get_rope` and the process-wide registry behind it: one live module per config and device.
+
+NOTE [Compiled get_rope] Inside a compiled function the registry is asked while tracing, by a
+function whose result Dynamo takes for a constant: the number of a slot. The traced code then reads
+that slot itself, so the module has a source that Dynamo can guard on, and no graph breaks. The
+config must come from outside the function: Dynamo cannot trace its validation, and breaks there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,6 +22,7 @@ from rope_compile.module import RotaryEmbedding
 from rope_compile.table import RopeTable, canonical_device
 
 Key = tuple[RopeConfig, torch.device]
+_META = torch.device("meta")
 
 
 class Registry:
@@ -24,60 +33,102 @@ class Registry:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._modules: dict[Key, RotaryEmbedding] = {}
+        self._numbers: dict[Key, int] = {}
+        self.slots: dict[int, RotaryEmbedding] = {}
+        # Built for meta and materialised while a real entry existed: alive with their models.
+        self._released: weakref.WeakSet[RotaryEmbedding] = weakref.WeakSet()
         self._pinned: dict[int, Tensor] = {}
+        self._guards: dict[int, list[RopeTable]] = {}
 
-    def fetch(self, config: RopeConfig, device: torch.device) -> RotaryEmbedding:
-        """The live module of this key; built once, whatever the number of threads that ask."""
-        module = self._modules.get((config, device))
-        if module is not None and self._loss(module, device) is None:
-            return module
+    def fetch(self, config: RopeConfig, device: torch.device) -> tuple[int, RotaryEmbedding]:
+        """The live module of this key and its slot; built once, however many threads ask."""
+        key = (config, device)
+        number = self._numbers.get(key, -1)
+        module = self.slots.get(number)
+        # Without the lock: a hit never waits for a table that another thread is filling.
+        if module is not None and module.device == device and module.table.dead() is None:
+            return number, module
         with self._lock:
-            module = self._modules.get((config, device))
-            reason = None if module is None else self._loss(module, device)
-            if module is not None and reason is None:
-                return module
-            if reason:
-                warnings.warn(
-                    f"get_rope discards a dead entry for {config} on {device}: {reason}; a new "
-                    "one is built, owners of the old one must fetch it again",
-                    stacklevel=3,
-                )
-            capacity = 0 if module is None else module.capacity
-            fresh = RotaryEmbedding(config, device, capacity)
-            fresh._shared = True
-            self._modules[config, device] = fresh
-            return fresh
+            reason = self._renew(key)
+            number = self._numbers[key]
+            module = self.slots[number]
+        if reason is not None:
+            warnings.warn(
+                f"get_rope discards a dead entry for {config} on {device}: {reason}; a new one is "
+                "built, owners of the old one must fetch it again",
+                stacklevel=3,
+            )
+        return number, module
 
-    @staticmethod
-    def _loss(module: RotaryEmbedding, device: torch.device) -> str | None:
-        """Why an entry must not be handed out: what killed it, "" where it was materialised."""
-        table = module.table
-        if table.device == device:
-            return table.dead()
-        # Built for meta and moved to a real device since: no longer an entry of meta construction.
-        return "" if device.type == "meta" else f"its table is on {table.device}"
+    def _renew(self, key: Key) -> str | None:
+        """Leave a live module in the slot of ``key``; what killed the one before, if any was."""
+        config, device = key
+        self._release_materialised(config)
+        module = self.slots.get(self._numbers.get(key, -1))
+        reason = None if module is None else module.table.dead()
+        if module is None or reason is not None:
+            fresh = RotaryEmbedding(config, device, 0 if module is None else module.capacity)
+            fresh._shared = True
+            self._adopt(key, fresh)
+        return reason
+
+    def _adopt(self, key: Key, module: RotaryEmbedding) -> None:
+        for table in module._tables():
+            for held in self._guards.values():
+                table.freeze()
+                held.append(table)
+        number = self._numbers.get(key, len(self._numbers))
+        self.slots[number] = module
+        self._numbers[key] = number
+
+    def _release_materialised(self, config: RopeConfig) -> None:
+        """What was built for meta and lives elsewhere now is no entry of meta construction."""
+        number = self._numbers.get((config, _META), -1)
+        module = self.slots.get(number)
+        if module is None or module.device == _META:
+            return
+        del self.slots[number]
+        key = (config, module.device)
+        if self.slots.get(self._numbers.get(key, -1)) is None:
+            self._adopt(key, module)
+        else:
+            self._released.add(module)
 
     def modules(self) -> list[RotaryEmbedding]:
         """Every module that is alive."""
         with self._lock:
-            return [m for (_, d), m in self._modules.items() if self._loss(m, d) is None]
+            found = [*self.slots.values(), *self._released]
+        return [module for module in found if module.table.dead() is None]
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """No table that is live here, or built inside, grows inside; all their storage is kept."""
+        with self._lock:
+            held = live_tables()
+            for table in held:
+                table.freeze()
+            self._guards[id(held)] = held
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._guards[id(held)]
+                for table in held:
+                    table.thaw()
+                    if table.device != _META:
+                        self.pin(table.pin())
 
     def pin(self, tensors: Iterable[Tensor]) -> None:
-        """Keep storage alive until `unpin`: a captured graph holds addresses, not references."""
+        """Keep storage alive for good: a captured graph holds addresses, not references."""
         with self._lock:
             self._pinned.update((id(tensor), tensor) for tensor in tensors)
-
-    def unpin(self, tensors: Iterable[Tensor]) -> None:
-        """Undo `pin`."""
-        with self._lock:
-            for tensor in tensors:
-                self._pinned.pop(id(tensor), None)
 
     def clear(self) -> None:
         """Forget every entry and pin; modules that owners hold go on working."""
         with self._lock:
-            self._modules.clear()
+            self._numbers.clear()
+            self.slots.clear()
+            self._released.clear()
             self._pinned.clear()
 
 
@@ -87,7 +138,13 @@ registry = Registry()
 def live_tables() -> list[RopeTable]:
     """Every table that the registry would hand out, on real devices."""
     tables = [table for module in registry.modules() for table in module._tables()]
-    return [table for table in tables if table.device.type != "meta"]
+    return [table for table in tables if table.device != _META and table.dead() is None]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _number(config: RopeConfig, device: torch.device | str | int | None) -> int:
+    """See NOTE [Compiled get_rope]."""
+    return registry.fetch(config, canonical_device(device))[0]
 
 
 def get_rope(config: RopeConfig, device: torch.device | str | int | None = None) -> RotaryEmbedding:
@@ -98,8 +155,8 @@ def get_rope(config: RopeConfig, device: torch.device | str | int | None = None)
     built with at least its rows. Under ``with torch.device("meta")`` the layers of a model share a
     meta module, which is never handed out for a real device.
 
-    Call it where a model is built. Inside compiled code it breaks the graph (and raises under
-    ``fullgraph=True``): a table is never made from traced tensors.
+    Inside a compiled function it works too, in one graph for a config that comes from outside the
+    function; the table is ordinary all the same, never made of traced tensors.
 
     Args:
         config: which rotation.
@@ -115,13 +172,5 @@ def get_rope(config: RopeConfig, device: torch.device | str | int | None = None)
             "see RopeConfig.from_transformers"
         )
     if torch.compiler.is_compiling():
-        return _fetch_outside_the_graph(config, device)
-    return registry.fetch(config, canonical_device(device))
-
-
-def _fetch(config: RopeConfig, device: torch.device | str | int | None) -> RotaryEmbedding:
-    return registry.fetch(config, canonical_device(device))
-
-
-# Tables are never built from traced or fake tensors: Dynamo breaks the graph and runs this eagerly.
-_fetch_outside_the_graph: Callable[..., RotaryEmbedding] = torch.compiler.disable(_fetch)
+        return registry.slots[_number(config, device)]
+    return registry.fetch(config, canonical_device(device))[1]

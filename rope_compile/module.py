@@ -38,6 +38,9 @@ class RotaryEmbedding(nn.Module):
         capacity: rows beyond ``config.max_position`` to start with.
     """
 
+    tables: nn.ModuleDict
+    _home: RopeTable
+
     def __init__(
         self,
         config: RopeConfig,
@@ -56,9 +59,8 @@ class RotaryEmbedding(nn.Module):
         self._style = config.style
         self._rotary_offset = config.rotary_offset
         self._attention_scaling = repr(float(config.attention_scaling))
-        table = RopeTable(config, device, capacity)
-        self._home = _key(table.device)
-        self.tables = nn.ModuleDict({self._home: table})
+        self.tables = nn.ModuleDict()
+        self._settle(RopeTable(config, device, capacity))
 
     def forward(
         self, positions: Tensor, q: Tensor, k: Tensor | None = None, *, inverse: bool = False
@@ -75,9 +77,9 @@ class RotaryEmbedding(nn.Module):
         Returns:
             Fresh contiguous tensors; None for an absent k.
         """
-        table = self._table_for(q)
+        cos_sin_cache, inv_freq = self._rows_for(q)
         return rotate(
-            q, k, positions, table.cos_sin_cache, table.inv_freq, self._lane_axes, self._style,
+            q, k, positions, cos_sin_cache, inv_freq, self._lane_axes, self._style,
             self._rotary_offset, float(self._attention_scaling), inverse,
         )  # fmt: skip
 
@@ -85,9 +87,9 @@ class RotaryEmbedding(nn.Module):
         self, positions: Tensor, q: Tensor, k: Tensor | None = None, *, inverse: bool = False
     ) -> None:
         """:meth:`forward` in place: writes q and k; see `rope_compile.apply_rope_`."""
-        table = self._table_for(q)
+        cos_sin_cache, inv_freq = self._rows_for(q)
         rotate_(
-            q, k, positions, table.cos_sin_cache, table.inv_freq, self._lane_axes, self._style,
+            q, k, positions, cos_sin_cache, inv_freq, self._lane_axes, self._style,
             self._rotary_offset, float(self._attention_scaling), inverse,
         )  # fmt: skip
 
@@ -104,7 +106,7 @@ class RotaryEmbedding(nn.Module):
     @property
     def table(self) -> RopeTable:
         """The table on this module's own device."""
-        return self.tables[self._home]  # type: ignore[return-value]
+        return self._home
 
     @property
     def device(self) -> torch.device:
@@ -136,20 +138,28 @@ class RotaryEmbedding(nn.Module):
     def _tables(self) -> list[RopeTable]:
         return list(self.tables.values())  # type: ignore[arg-type]
 
-    def _table_for(self, q: Tensor) -> RopeTable:
+    def _rows_for(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The table and the frequencies on q's device."""
         if not isinstance(q, Tensor):
             raise TypeError(f"q must be a tensor, got {type(q).__name__}")
-        home = self.table
-        if q.device == home.device:
-            return home
-        table = self.table_on(q.device)
+        table: RopeTable | None = self._home
+        if q.device != self._home.device:
+            table = self.table_on(q.device)
         if table is None:
             devices = ", ".join(str(table.device) for table in self._tables())
             raise ValueError(
                 f"q must be on a device that this module has a table for ({devices}), got "
                 f"{q.device}; call .to('{q.device}') on the module before the first call"
             )
-        return table
+        # Past nn.Module.__getattr__, five calls of which cost as much as a third of the operator.
+        buffers = table._buffers
+        return buffers["cos_sin_cache"], buffers["inv_freq"]  # type: ignore[return-value]
+
+    def _settle(self, table: RopeTable) -> None:
+        """Hold ``table``, and make it this module's own."""
+        self.tables[_key(table.device)] = table
+        # A plain attribute: it is registered once already, under its device.
+        self.__dict__["_home"] = table
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         """Follow a move to another device; casts and everything else leave the tables alone."""
@@ -161,12 +171,14 @@ class RotaryEmbedding(nn.Module):
             table = self.table_on(target)
             if table is None or table.dead() is not None:
                 table = RopeTable(self.config, target, home.capacity)
-            self.tables[_key(target)] = table
-            if not self._shared or home.device.type == "meta":
-                self._home = _key(target)
             if not self._shared:
-                for key in [key for key in self.tables if key != self._home]:
+                self._settle(table)
+                for key in [key for key, other in self.tables.items() if other is not table]:
                     del self.tables[key]
+            elif target == home.device or home.device.type == "meta":
+                self._settle(table)
+            else:
+                self.tables[_key(target)] = table
         return self
 
     def _target(self, fn: Callable[[Tensor], Tensor]) -> torch.device:
@@ -174,6 +186,8 @@ class RotaryEmbedding(nn.Module):
         try:
             return fn(device_probe(self.device)).device
         except NotImplementedError:
+            if self.device.type != "meta":
+                raise
             # A meta tensor has no data to copy; our rows need none, they are computed.
             return fn(device_probe(torch.device("cpu"))).device
 
@@ -194,13 +208,16 @@ class RotaryEmbedding(nn.Module):
         unexpected_keys[:] = [key for key in unexpected_keys if key not in legacy]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restore, (self.config, device_probe(self.device), self.capacity, self.training)
+        others = [table for table in self._tables() if table is not self._home]
+        probes = [device_probe(table.device) for table in (self._home, *others)]
+        return _restore, (self.config, probes, self.capacity, self.training)
 
     def extra_repr(self) -> str:
         config = self.config
+        axes = "" if config.axes is None else f", axes={config.axes}"
         return (
             f"head_dim={config.head_dim}, style={config.style!r}, "
-            f"scaling={type(config.scaling).__name__}, shared={self._shared}"
+            f"scaling={type(config.scaling).__name__}{axes}, shared={self._shared}"
         )
 
 
@@ -209,5 +226,11 @@ def _key(device: torch.device) -> str:
     return f"on_{device}".replace(":", "_")
 
 
-def _restore(config: RopeConfig, probe: Tensor, capacity: int, training: bool) -> RotaryEmbedding:
-    return RotaryEmbedding(config, probe.device, capacity).train(training)
+def _restore(
+    config: RopeConfig, probes: list[Tensor], capacity: int, training: bool
+) -> RotaryEmbedding:
+    home, *others = dict.fromkeys(probe.device for probe in probes)
+    rope = RotaryEmbedding(config, home, capacity).train(training)
+    for device in others:
+        rope.tables[_key(device)] = RopeTable(config, device, capacity)
+    return rope

@@ -38,7 +38,7 @@ _FILL_LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def plain_tensors() -> Iterator[None]:
-    """No grad, no inference mode, no function or dispatch mode, no functorch level, no autocast."""
+    """No grad, no inference mode, no function or dispatch mode, no functorch level."""
     with (
         torch.no_grad(),
         torch.inference_mode(False),
@@ -251,6 +251,8 @@ class RopeTable(nn.Module):
                     f"{self} must be alive to be refilled in place, got a dead table: {reason}; "
                     f"call reserve({self.capacity}) to allocate it again"
                 )
+            if self.device == _META:
+                return
             self.inv_freq.copy_(self.config.inv_freq(self.config.phase_dtype))
             _fill(self.cos_sin_cache, self.inv_freq, self.config.attention_scaling)
 
@@ -333,15 +335,13 @@ class RopeTable(nn.Module):
         """Allocate and fill ``capacity`` rows, then let readers see them."""
         config, device = self.config, self.device
         with plain_tensors():
-            inv_freq = self._buffers["inv_freq"]
-            if inv_freq is None or self._loss(inv_freq, self._prints["inv_freq"]) is not None:
-                inv_freq = torch.empty(
-                    config.rotary_dim // 2, dtype=config.phase_dtype, device=device
-                )
-            if device != _META:
-                inv_freq.copy_(config.inv_freq(config.phase_dtype))
+            # Filled from the config, not from the buffer, which may have been overwritten.
+            frequencies = config.inv_freq(config.phase_dtype).to(device)
             table = torch.empty(capacity, config.rotary_dim, dtype=torch.float32, device=device)
-            _fill(table, inv_freq, config.attention_scaling)
+            _fill(table, frequencies, config.attention_scaling)
+        inv_freq = self._buffers["inv_freq"]
+        if inv_freq is None or self._loss(inv_freq, self._prints["inv_freq"]) is not None:
+            inv_freq = frequencies
         prints = {"cos_sin_cache": _fingerprint(table), "inv_freq": _fingerprint(inv_freq)}
         self._buffers["inv_freq"] = inv_freq
         self._buffers["cos_sin_cache"] = table

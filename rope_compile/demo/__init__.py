@@ -25,7 +25,15 @@ from rope_compile.demo.promises import (
 from rope_compile.demo.report import Report
 from rope_compile.demo.scene import CachedModel, Missing, Options, Scene, other_ropes, tiny_scene
 from rope_compile.demo.smollm2 import smollm2_scene
-from rope_compile.demo.speculation import Forward, Greedy, Party, Speculation, greedy, speculate
+from rope_compile.demo.speculation import (
+    Cache,
+    Forward,
+    Greedy,
+    Party,
+    Speculation,
+    greedy,
+    speculate,
+)
 from rope_compile.demo.timing import Timing, time_rope_calls
 
 __all__ = ["STAGES", "Missing", "Options", "Report", "between_rounds", "run"]
@@ -132,13 +140,13 @@ def _measure(scene: Scene, options: Options, device: torch.device, progress: Pro
     after = table_state(ropes)
 
     progress.stage("looking for host reads, measuring errors", 3)
-    inputs = (
-        torch.tensor(scene.prompt[:3], device=device),
-        torch.tensor([0, scene.length, scene.length + 3], device=device),
-        scene.target.new_cache(scene.length + 4),
-    )
-    host_reads = count_host_reads(scene.target, *inputs)
-    host_reads += count_host_reads(scene.draft, *inputs[:2], scene.draft.new_cache(rows))
+    tokens = torch.tensor(scene.prompt[:3], device=device)
+    positions = torch.tensor([0, scene.length - 1, rows - 1], device=device)
+    host_reads = [
+        found
+        for model in (scene.target, scene.draft)
+        for found in count_host_reads(model, tokens, positions, model.new_cache(rows))
+    ]
     progress.advance()
     error = max(largest_error(rope) for rope in (*ropes, *other_ropes(device)))
 
@@ -251,7 +259,7 @@ class _Pair:
 
     target: Compiled
     draft: Compiled
-    caches: tuple[Tensor, Tensor]
+    caches: tuple[Cache, Cache]
     backend: str
     seconds: float
     notes: list[str]
@@ -304,8 +312,8 @@ def _compile_with(
     return _Pair(target, draft, caches, backend, time.monotonic() - started, notes)
 
 
-def _warm_up_inputs(count: int, cache: Tensor) -> tuple[Tensor, Tensor]:
-    positions = torch.arange(count, device=cache.device)
+def _warm_up_inputs(count: int, cache: Cache) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(count, device=cache[0].device)
     return torch.zeros_like(positions), positions
 
 
@@ -342,7 +350,7 @@ def _run_compiled(
         )
 
 
-def _capture(compiled: Compiled, count: int, cache: Tensor) -> Graphed:
+def _capture(compiled: Compiled, count: int, cache: Cache) -> Graphed:
     return Graphed(compiled, *_warm_up_inputs(count, cache), cache)
 
 

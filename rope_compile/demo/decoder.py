@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rope_compile as rc
+from rope_compile.demo.speculation import Cache
 
 __all__ = ["Decoder", "DecoderSpec", "FormulaRope", "build_target", "draft_of"]
 
@@ -72,17 +73,19 @@ class Layer(nn.Module):
         self.gate_up = nn.Linear(spec.hidden, 2 * spec.intermediate, bias=False)
         self.down = nn.Linear(spec.intermediate, spec.hidden, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, cache: Tensor, visible: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, keys: Tensor, values: Tensor, visible: Tensor
+    ) -> Tensor:
         spec = self.spec
         tokens = x.shape[0]
         heads = self.qkv(self.norm_attention(x)).view(tokens, -1, spec.head_dim)
         # Slices of one packed projection, as serving code has them; the rope needs no copies.
         q, k, v = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
         q, k = self.rope(positions, q, k)
-        cache[0].index_copy_(1, positions, k.transpose(0, 1))
-        cache[1].index_copy_(1, positions, v.transpose(0, 1))
+        keys.index_copy_(1, positions, k.transpose(0, 1))
+        values.index_copy_(1, positions, v.transpose(0, 1))
         attended = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], cache[0][None], cache[1][None], visible, enable_gqa=True
+            q.transpose(0, 1)[None], keys[None], values[None], visible, enable_gqa=True
         )
         x = x + self.out(attended[0].transpose(0, 1).reshape(tokens, -1))
         gate, up = self.gate_up(self.norm_feed(x)).chunk(2, dim=-1)
@@ -92,9 +95,8 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """``forward(tokens [T], positions [T], cache) -> logits [T, vocabulary]``.
 
-    The cache is one tensor ``[layers, 2, kv_heads, rows, head_dim]`` of fixed size. A token sees
-    the rows up to its own position, so taking back rejected tokens is only a matter of going on
-    from an earlier position.
+    The cache has a fixed number of rows. A token sees those up to its own position, so taking back
+    rejected tokens is only a matter of going on from an earlier position.
     """
 
     def __init__(self, spec: DecoderSpec, rope: nn.Module) -> None:
@@ -105,16 +107,16 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(spec.hidden, eps=1e-6)
         self.head = nn.Linear(spec.hidden, spec.vocabulary, bias=False)
 
-    def new_cache(self, rows: int) -> Tensor:
-        spec = self.spec
-        shape = (len(self.layers), 2, spec.kv_heads, rows, spec.head_dim)
-        return self.head.weight.new_zeros(shape)
+    def new_cache(self, rows: int) -> Cache:
+        """Keys and values of each layer in turn, ``[kv_heads, rows, head_dim]``."""
+        shape = (self.spec.kv_heads, rows, self.spec.head_dim)
+        return [self.head.weight.new_zeros(shape) for _ in range(2 * len(self.layers))]
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
-        visible = torch.arange(cache.shape[3], device=positions.device) <= positions[:, None]
+    def forward(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        visible = torch.arange(cache[0].shape[1], device=positions.device) <= positions[:, None]
         x = self.embedding(tokens)
         for index, layer in enumerate(self.layers):
-            x = layer(x, positions, cache[index], visible)
+            x = layer(x, positions, cache[2 * index], cache[2 * index + 1], visible)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

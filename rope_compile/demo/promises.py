@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rope_compile as rc
-from rope_compile.demo.speculation import Forward
+from rope_compile.demo.speculation import Cache, Forward
 
 __all__ = [
     "Compiled",
@@ -86,22 +86,25 @@ class HostReads(TorchDispatchMode):
         return result
 
 
-def count_host_reads(call: Callable[..., object], *inputs: Tensor) -> list[str]:
-    """Names of the host reads in ``call(*inputs)``: watched while it runs, then without values.
+def count_host_reads(
+    forward: Forward, tokens: Tensor, positions: Tensor, cache: Cache
+) -> list[str]:
+    """Names of the host reads in a forward: watched while it runs, then run without values.
 
-    The call runs twice: on the real inputs with every operator watched, and on fake ones, where
-    reading a value raises.
+    It runs twice: on the real inputs with every operator watched, and on fake ones, where reading
+    a value raises.
     """
     with HostReads() as watched, torch.no_grad():
-        call(*(tensor.clone() for tensor in inputs))
+        forward(tokens, positions, cache)
     found = list(watched.found)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(tensor) for tensor in inputs]
+    fakes = mode.from_tensor(tokens), mode.from_tensor(positions)
+    fake_cache = [mode.from_tensor(tensor) for tensor in cache]
     try:
         with mode, torch.no_grad():
-            call(*fakes)
+            forward(*fakes, fake_cache)
     except Exception as error:  # whatever needs a value names itself in its error
-        found.append(f"without values: {type(error).__name__}: {str(error).splitlines()[0]}")
+        found.append(f"without values: {type(error).__name__}: {_first_line(error)}")
     return found
 
 
@@ -131,7 +134,7 @@ class Compiled:
 
         self._run = torch.compile(self.module, backend=counting, fullgraph=True, dynamic=False)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         exceptions = torch._dynamo.exc
         try:
             with torch.no_grad():
@@ -219,7 +222,7 @@ class Graphed:
     graph's own buffers; the cache is used where it lies.
     """
 
-    def __init__(self, forward: Forward, tokens: Tensor, positions: Tensor, cache: Tensor) -> None:
+    def __init__(self, forward: Forward, tokens: Tensor, positions: Tensor, cache: Cache) -> None:
         self.cache = cache
         self.tokens = tokens.clone()
         self.positions = positions.clone()
@@ -228,7 +231,7 @@ class Graphed:
         with torch.cuda.graph(self.graph):
             self.logits = forward(self.tokens, self.positions, cache)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         if cache is not self.cache:
             raise RuntimeError("cache must be the one that was captured; capture again for another")
         self.tokens.copy_(tokens)

@@ -12,6 +12,7 @@ from torch import Tensor
 import rope_compile as rc
 from rope_compile.demo.decoder import DecoderSpec, FormulaRope, build_target, draft_of, with_rope
 from rope_compile.demo.promises import Promise
+from rope_compile.demo.speculation import Cache
 
 __all__ = ["Missing", "Options", "Scene", "make_rope", "other_ropes", "tiny_scene"]
 
@@ -58,9 +59,9 @@ class Options:
 class CachedModel(Protocol):
     """``model(tokens [T], positions [T], cache) -> logits [T, vocabulary]``; an ``nn.Module``."""
 
-    def __call__(self, tokens: Tensor, positions: Tensor, cache: Tensor) -> Tensor: ...
+    def __call__(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor: ...
 
-    def new_cache(self, rows: int) -> Tensor: ...
+    def new_cache(self, rows: int) -> Cache: ...
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import rope_compile as rc
 from rope_compile.demo.promises import Promise
 from rope_compile.demo.scene import Missing, Options, Scene
-from rope_compile.demo.speculation import greedy
+from rope_compile.demo.speculation import Cache, greedy
 
 __all__ = ["find_weights", "smollm2_scene"]
 
@@ -52,24 +52,24 @@ within thirty degrees of the wind. Ice boats and some foiling boats sail much fa
 itself."""
 
 
-class Cache:
+class PositionCache:
     """A static key and value cache that writes at the positions of the call.
 
     What transformers' attention asks of a cache is ``update``. Its own static cache counts tokens
     and cannot take rejected ones back at no cost; this one has nothing to take back.
     """
 
-    def __init__(self, rows: Tensor, positions: Tensor) -> None:
-        self.rows = rows  # [layers, 2, kv_heads, rows, head_dim]
+    def __init__(self, held: Cache, positions: Tensor) -> None:
+        self.held = held
         self.positions = positions
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        held = self.rows[layer]
-        held[0].index_copy_(1, self.positions, keys[0])
-        held[1].index_copy_(1, self.positions, values[0])
-        return held[0][None], held[1][None]
+        all_keys, all_values = self.held[2 * layer : 2 * layer + 2]
+        all_keys.index_copy_(1, self.positions, keys[0])
+        all_values.index_copy_(1, self.positions, values[0])
+        return all_keys[None], all_values[None]
 
 
 class Decoder(nn.Module):
@@ -86,23 +86,24 @@ class Decoder(nn.Module):
         (rope,) = ropes
         return rope
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
-        visible = torch.arange(cache.shape[3], device=positions.device) <= positions[:, None]
+    def forward(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        visible = torch.arange(cache[0].shape[1], device=positions.device) <= positions[:, None]
         # A mask that is there already, four-dimensional, is used as it is.
         hidden = self.model.model(
             input_ids=tokens[None],
             position_ids=positions[None],
             attention_mask=visible[None, None],
-            cache=Cache(cache, positions),
+            cache=PositionCache(cache, positions),
             use_cache=False,
         ).last_hidden_state
         logits: Tensor = self.model.lm_head(hidden)[0]
         return logits
 
-    def new_cache(self, rows: int) -> Tensor:
+    def new_cache(self, rows: int) -> Cache:
         config = self.model.config
-        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, rows, config.head_dim)
-        return self.model.lm_head.weight.new_zeros(shape)
+        shape = (config.num_key_value_heads, rows, config.head_dim)
+        weight = self.model.lm_head.weight
+        return [weight.new_zeros(shape) for _ in range(2 * config.num_hidden_layers)]
 
 
 def find_weights() -> Path:

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Forward", "Greedy", "Party", "Speculation", "greedy", "speculate"]
+__all__ = ["Cache", "Forward", "Greedy", "Party", "Speculation", "greedy", "speculate"]
 
+# Keys and values of each layer in turn, every tensor [kv_heads, rows, head_dim]. One tensor for all
+# would be copied whole for each layer once a compiler turns writes to its slices into functions.
+Cache = list[Tensor]
 # (tokens [T], positions [T], cache) -> logits [T, vocabulary]
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+Forward = Callable[[Tensor, Tensor, Cache], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Party:
 
     prefill: Forward
     decode: Forward
-    cache: Tensor
+    cache: Cache
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,13 @@ class Speculation:
 
 def greedy(
     forward: Forward,
-    cache: Tensor,
+    cache: Cache,
     prompt: list[int],
     length: int,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Greedy:
     """Decode one token a step until there are ``length`` tokens."""
-    device = cache.device
+    device = cache[0].device
     tokens = list(prompt)
     margin = math.inf
     logits = forward(*_inputs(tokens, 0, device), cache)[-1]
@@ -94,7 +97,7 @@ def speculate(
         length: Tokens to end with, the prompt included.
         after_round: Called after each round with the number of tokens that it added.
     """
-    device = target.cache.device
+    device = target.cache[0].device
     tokens = list(prompt)
     proposals = steps * draft_tokens
     rounds = proposed = accepted = highest = 0
@@ -126,7 +129,7 @@ def speculate(
 
 
 def _draft_step(draft: Party, token: int, position: int) -> int:
-    logits = draft.decode(*_inputs([token], position, draft.cache.device), draft.cache)
+    logits = draft.decode(*_inputs([token], position, draft.cache[0].device), draft.cache)
     return int(logits[-1].argmax())
 
 

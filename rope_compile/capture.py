@@ -11,7 +11,6 @@ from torch import nn
 
 from rope_compile.config import RopeConfig
 from rope_compile.factory import live_tables, registry
-from rope_compile.module import RotaryEmbedding
 from rope_compile.table import RopeTable, round_up, row_count
 
 Model = nn.Module | Iterable[nn.Module] | None
@@ -103,7 +102,7 @@ def _longest(name: str, source: object) -> int:
         lengths = [
             module.config.max_position
             for module in source.modules()
-            if isinstance(module, RotaryEmbedding)
+            if isinstance(module, RopeTable)
         ]
         own = getattr(source, "config", None)
         if own is not None and not isinstance(own, RopeConfig):

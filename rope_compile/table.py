@@ -13,10 +13,12 @@ time. Blocks have one fixed shape, so a row's bits depend on the row alone, neve
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rope_compile.config import RopeConfig
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ROW_MULTIPLE = 128
 _CPU_BLOCK_ELEMENTS = 16384
@@ -47,6 +52,24 @@ def plain_tensors() -> Iterator[None]:
         _disable_current_modes(),
     ):
         yield
+
+
+def _eagerly(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep Dynamo out of ``function`` and of all that it calls.
+
+    After a graph break Dynamo goes on to compile the functions that the broken one calls, and a
+    compiled cosine has other bits than the table must have. (Not ``torch.compiler.disable`` as a
+    decorator: importing this package would import Dynamo, and with it Triton.)
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "torch._dynamo" in sys.modules:
+            eager: Callable[P, T] = torch.compiler.disable(function)
+            return eager(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def stream_is_capturing() -> bool:
@@ -216,6 +239,10 @@ class RopeTable(nn.Module):
             if needed > self.capacity:
                 raise RuntimeError(self._refusal("grow", needed, "while compiling"))
             return False
+        return self._reserve(needed)
+
+    @_eagerly
+    def _reserve(self, needed: int) -> bool:
         with self._lock:
             capacity = self.capacity
             if needed <= capacity and self.dead() is None:
@@ -243,6 +270,10 @@ class RopeTable(nn.Module):
         """
         if torch.compiler.is_compiling():
             raise RuntimeError(self._refusal("be refilled", self.capacity, "while compiling"))
+        self._rebuild()
+
+    @_eagerly
+    def _rebuild(self) -> None:
         self._refuse_in_capture("be refilled")
         with self._lock, plain_tensors():
             reason = self.dead()
@@ -331,6 +362,7 @@ class RopeTable(nn.Module):
         with self._lock:
             self._frozen -= 1
 
+    @_eagerly
     def _publish(self, capacity: int) -> None:
         """Allocate and fill ``capacity`` rows, then let readers see them."""
         config, device = self.config, self.device

@@ -9,10 +9,12 @@ import math
 import pickle
 import re
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,9 +58,7 @@ SCALINGS = {
 }
 # Types whose config fixes the length: growing rows changes nothing for them either.
 FIXED_LENGTH = {
-    "dynamic_by_length": DynamicScaling(
-        factor=2.0, policy="by_length", original_max_position=256
-    ),
+    "dynamic_by_length": DynamicScaling(factor=2.0, policy="by_length", original_max_position=256),
     "longrope": LongRopeScaling(
         short_factor=(1.0,) * 16,
         long_factor=tuple(1.0 + i for i in range(16)),
@@ -273,9 +273,32 @@ def test_growth_inside_a_compiled_function_is_refused() -> None:
 
     compiled = torch.compile(grow, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(1), 256) == 1
-    with pytest.raises(Exception, match="must not grow|RuntimeError|reserve"):
+    with pytest.raises(Unsupported, match="must not grow to 384 rows while compiling"):
         compiled(torch.zeros(1), 257)
     assert built.capacity == 256
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("action", ["build", "grow", "rebuild"])
+def test_no_table_is_filled_by_compiled_code(action: str) -> None:
+    """A compiled cosine has other bits; after a graph break Dynamo would compile the filling."""
+    built, expected = RopeTable(config(), "cpu"), RopeTable(config(), "cpu", capacity=4096)
+
+    def function(x):
+        torch._dynamo.graph_break()
+        if action == "build":
+            return RopeTable(config(), "cpu", capacity=4096), x + 1
+        if action == "grow":
+            built.reserve(4096)
+        else:
+            built.cos_sin_cache.fill_(math.nan)
+            built.rebuild_()
+        return built, x + 1
+
+    made, _ = torch.compile(function, backend="inductor")(torch.zeros(3))
+    rows = made.capacity
+    assert torch.equal(made.cos_sin_cache, expected.cos_sin_cache[:rows])
+    assert rows == (256 if action == "rebuild" else 4096)
 
 
 def test_growth_while_capturing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -642,8 +665,10 @@ for row in range(0, 8192, 61):
 
 def test_first_table_of_a_process_is_accurate() -> None:
     """In ten fresh multi-threaded processes: a first parallel cosine can be wrong by 1.5e-4."""
-    for _ in range(10):
-        run_child("-c", FIRST_TABLE, OMP_NUM_THREADS="2")
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        runs = [pool.submit(run_child, "-c", FIRST_TABLE, OMP_NUM_THREADS="2") for _ in range(10)]
+    for run in runs:
+        run.result()
 
 
 # ---------------------------------------------------------------------------------------- devices

@@ -23,10 +23,11 @@ from rope_compile.demo.promises import (
     table_state,
 )
 from rope_compile.demo.report import Report
-from rope_compile.demo.scene import CachedModel, Missing, Options, Scene, other_ropes, tiny_scene
+from rope_compile.demo.scene import Missing, Options, Scene, other_ropes, tiny_scene
 from rope_compile.demo.smollm2 import smollm2_scene
 from rope_compile.demo.speculation import (
     Cache,
+    CachedModel,
     Forward,
     Greedy,
     Party,
@@ -36,7 +37,7 @@ from rope_compile.demo.speculation import (
 )
 from rope_compile.demo.timing import Timing, time_rope_calls
 
-__all__ = ["STAGES", "Missing", "Options", "Report", "between_rounds", "run"]
+__all__ = ["STAGES", "Missing", "Options", "Report", "between_rounds", "check", "run"]
 
 _SCENES = {"tiny": tiny_scene, "smollm2": smollm2_scene}
 STAGES = 7
@@ -57,19 +58,17 @@ def run(options: Options, progress: Progress | None = None) -> Report:
     """
     progress = progress or Progress(None, STAGES)
     started = time.monotonic()
-    device = pick_device(options.device)
-    _check(options)
+    device = check(options)
     torch.compiler.reset()  # graphs of earlier code in this process are not ours to count
     with torch.no_grad(), _deterministic_matmul():
         progress.stage("building the models")
         scene = _SCENES[options.model](options, device)
         report = _measure(scene, options, device, progress)
-    progress.close()
     report.facts["seconds"] = round(time.monotonic() - started, 1)
     return report
 
 
-def pick_device(name: str) -> torch.device:
+def _pick_device(name: str) -> torch.device:
     """``"auto"`` is CUDA where there is one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device must name a device of this machine, got cuda and there is none")
@@ -80,7 +79,12 @@ def pick_device(name: str) -> torch.device:
     )
 
 
-def _check(options: Options) -> None:
+def check(options: Options) -> torch.device:
+    """The device that the options mean.
+
+    Raises:
+        ValueError: an option is out of range, or the device is not there.
+    """
     if options.model not in _SCENES:
         raise ValueError(f"--model must be one of {', '.join(_SCENES)}, got {options.model}")
     for flag, value in (("--steps", options.steps), ("--tokens", options.draft_tokens)):
@@ -90,6 +94,7 @@ def _check(options: Options) -> None:
         raise ValueError(
             f"--steps times --tokens must be at most 64 in the demo, got {options.proposals}"
         )
+    return _pick_device(options.device)
 
 
 @contextlib.contextmanager
@@ -242,9 +247,10 @@ def _speculate(
     progress: Progress,
 ) -> Speculation:
     """Eager speculation with the given two models."""
-    parties = [Party(model, model, model.new_cache(rows)) for model in models]
+    target, draft = (Party(model, model, model.new_cache(rows)) for model in models)
     return speculate(
-        *parties,
+        target,
+        draft,
         scene.prompt,
         scene.length,
         steps=options.steps,
@@ -281,6 +287,12 @@ def _compile_pair(scene: Scene, rows: int, options: Options, progress: Progress)
     """Compile both models and run each once, with Inductor where it can build code here."""
     if options.backend != "auto":
         return _compile_with(options.backend, scene, rows, options, progress, [])
+    if scene.slow_to_compile and scene.target_rope.cos_sin_cache.device.type == "cpu":
+        note = (
+            "the graphs ran through aot_eager, because Inductor takes minutes to build the C++ for "
+            "so many layers; --backend inductor does it all the same"
+        )
+        return _compile_with("aot_eager", scene, rows, options, progress, [note])
     try:
         return _compile_with("inductor", scene, rows, options, progress, [])
     except torch._dynamo.exc.BackendCompilerFailed as error:

@@ -1,4 +1,4 @@
-"""A small Llama-like decoder with seeded random weights, and the pair that the demo decodes with."""
+"""A small Llama-like decoder with seeded random weights, and a draft made of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rope_compile as rc
-from rope_compile.demo.speculation import Cache
+from rope_compile.demo.speculation import Cache, CachedModel
 
-__all__ = ["Decoder", "DecoderSpec", "FormulaRope", "build_target", "draft_of"]
+__all__ = ["Decoder", "DecoderSpec", "FormulaRope", "build_target", "draft_of", "with_rope"]
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,11 @@ class Layer(nn.Module):
         )
         x = x + self.out(attended[0].transpose(0, 1).reshape(tokens, -1))
         gate, up = self.gate_up(self.norm_feed(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        fed: Tensor = x + self.down(F.silu(gate) * up)
+        return fed
 
 
-class Decoder(nn.Module):
+class Decoder(CachedModel):
     """``forward(tokens [T], positions [T], cache) -> logits [T, vocabulary]``.
 
     The cache has a fixed number of rows. A token sees those up to its own position, so taking back

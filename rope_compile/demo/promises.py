@@ -74,15 +74,23 @@ class HostReads(TorchDispatchMode):
     )
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func in self._DENIED:
             self.found.append(str(func))
-        elif func is torch.ops.aten._to_copy.default and result.device != args[0].device:
-            self.found.append(f"{func} {args[0].device} to {result.device}")
+        elif func is torch.ops.aten._to_copy.default:
+            source, target = (x.device for x in (args[0], result) if isinstance(x, Tensor))
+            if source != target:
+                self.found.append(f"{func} {source} to {target}")
         return result
 
 
@@ -99,7 +107,7 @@ def count_host_reads(
     found = list(watched.found)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = mode.from_tensor(tokens), mode.from_tensor(positions)
-    fake_cache = [mode.from_tensor(tensor) for tensor in cache]
+    fake_cache: Cache = [mode.from_tensor(tensor) for tensor in cache]
     try:
         with mode, torch.no_grad():
             forward(*fakes, fake_cache)

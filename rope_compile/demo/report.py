@@ -43,7 +43,7 @@ class Report:
         lines = [self.title, ""]
         lines += _table([(f"  {name}", str(value)) for name, value in self.facts.items()])
         lines.append("")
-        rows = [("  promise", "measured", "expected", "")]
+        rows: list[tuple[str, ...]] = [("  promise", "measured", "expected", "")]
         rows += [
             (
                 f"  {promise.claim}",
@@ -59,7 +59,7 @@ class Report:
                 "",
                 "time of one call that rotates q and k, microseconds (a report, no promise)",
             ]
-            timing_rows = [("  tokens", "", "median", "p20 to p80")]
+            timing_rows: list[tuple[str, ...]] = [("  tokens", "", "median", "p20 to p80")]
             timing_rows += [
                 (
                     f"  {timing.tokens}",

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 import rope_compile as rc
 from rope_compile.demo.decoder import DecoderSpec, FormulaRope, build_target, draft_of, with_rope
 from rope_compile.demo.promises import Promise
-from rope_compile.demo.speculation import Cache
+from rope_compile.demo.speculation import CachedModel
 
 __all__ = ["Missing", "Options", "Scene", "make_rope", "other_ropes", "tiny_scene"]
 
@@ -40,8 +38,8 @@ class Options:
         steps: Draft steps in a round.
         draft_tokens: Tokens proposed in each step.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        backend: ``"auto"`` (Inductor, or ``aot_eager`` where Inductor cannot build code),
-            ``"inductor"`` or ``"aot_eager"``.
+        backend: ``"auto"`` (Inductor, or ``aot_eager`` where Inductor cannot build code or would
+            take too long), ``"inductor"`` or ``"aot_eager"``.
     """
 
     model: str = "tiny"
@@ -54,14 +52,6 @@ class Options:
     def proposals(self) -> int:
         """Tokens proposed in a round."""
         return self.steps * self.draft_tokens
-
-
-class CachedModel(Protocol):
-    """``model(tokens [T], positions [T], cache) -> logits [T, vocabulary]``; an ``nn.Module``."""
-
-    def __call__(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor: ...
-
-    def new_cache(self, rows: int) -> Cache: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +68,7 @@ class Scene:
         length: Tokens to end with, the prompt included; beyond both tables' original rows.
         heads, kv_heads: Of the target, for timing.
         extra_promises: Measured while the scene was built.
+        slow_to_compile: Inductor needs minutes for it on a CPU; there ``auto`` means ``aot_eager``.
         describe: Words for a list of tokens, or None where tokens mean nothing.
     """
 
@@ -94,6 +85,7 @@ class Scene:
     heads: int
     kv_heads: int
     extra_promises: list[Promise] = field(default_factory=list)
+    slow_to_compile: bool = False
     describe: Callable[[list[int]], str] | None = None
 
 
@@ -110,7 +102,7 @@ def make_rope(config: rc.RopeConfig, device: torch.device) -> rc.RotaryEmbedding
 
 
 def tiny_scene(options: Options, device: torch.device) -> Scene:
-    """The embedded decoder: random weights that depend on a seed alone; the draft has a layer less."""
+    """The embedded decoder, its random weights drawn from one seed; the draft has a layer less."""
     spec = DecoderSpec()
     target_config = rc.RopeConfig(head_dim=spec.head_dim, max_position=TARGET_ROWS)
     draft_config = rc.RopeConfig(head_dim=spec.head_dim, max_position=DRAFT_ROWS)
@@ -127,8 +119,8 @@ def tiny_scene(options: Options, device: torch.device) -> Scene:
     prompt = torch.randint(spec.vocabulary, (DRAFT_ROWS - 56,), generator=generator).tolist()
     return Scene(
         title=(
-            f"embedded decoder, {spec.layers} layers, {spec.heads} heads, head_dim {spec.head_dim}; "
-            f"its draft has {spec.layers - 1} layers"
+            f"embedded decoder, {spec.layers} layers, {spec.heads} heads, "
+            f"head_dim {spec.head_dim}; its draft has {spec.layers - 1} layers"
         ),
         target=target,
         draft=draft,

@@ -7,15 +7,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Cache", "Forward", "Greedy", "Party", "Speculation", "greedy", "speculate"]
+__all__ = [
+    "Cache",
+    "CachedModel",
+    "Forward",
+    "Greedy",
+    "Party",
+    "Speculation",
+    "greedy",
+    "speculate",
+]
 
 # Keys and values of each layer in turn, every tensor [kv_heads, rows, head_dim]. One tensor for all
 # would be copied whole for each layer once a compiler turns writes to its slices into functions.
 Cache = list[Tensor]
 # (tokens [T], positions [T], cache) -> logits [T, vocabulary]
 Forward = Callable[[Tensor, Tensor, Cache], Tensor]
+
+
+class CachedModel(nn.Module):
+    """``model(tokens [T], positions [T], cache) -> logits [T, vocabulary]``."""
+
+    def new_cache(self, rows: int) -> Cache:
+        """An empty cache for positions below ``rows``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -87,7 +104,7 @@ def speculate(
     draft_tokens: int,
     after_round: Callable[[int], None] = lambda count: None,
 ) -> Speculation:
-    """Decode greedily with a draft that proposes ``draft_tokens`` tokens in each of ``steps`` steps.
+    """Decode greedily with a draft that proposes ``draft_tokens`` tokens in each of the steps.
 
     Every round the target checks all proposals in one forward, keeps the longest prefix that it
     would have chosen itself, and adds one token of its own; both models then go on from there, the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -64,9 +65,9 @@ def time_rope_calls(
         cos = torch.cat((half_cos, half_cos), -1)[:, None]
         sin = torch.cat((half_sin, half_sin), -1)[:, None]
         contenders: dict[str, Callable[[], object]] = {
-            "rope_compile": lambda p=positions, q=q, k=k: rope(p, q, k),
-            "eager formula": lambda q=q, k=k, c=cos, s=sin: formula(q, k, c, s),
-            f"formula, {backend}": lambda q=q, k=k, c=cos, s=sin: compiled(q, k, c, s),
+            "rope_compile": functools.partial(rope, positions, q, k),
+            "eager formula": functools.partial(formula, q, k, cos, sin),
+            f"formula, {backend}": functools.partial(compiled, q, k, cos, sin),
         }
         timings += _interleaved(contenders, tokens, device)
         advance()

@@ -30,6 +30,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ _APPLY = "apply_rotary_pos_emb"
 _ROPE_CHILD = "rope_compile_rope"
 # frequency rules that read the positions of each call: transformers does so in rotary_emb.forward
 _PER_CALL_TYPES = ("dynamic", "longrope")
+# One patched class for each attention class, so that instances and their copies share a type.
+_PATCHED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ class _Plan:
     left: dict[str, str]
 
     def apply(self) -> None:
-        self.decoder.rotary_emb = PositionsOnly(self.decoder.rotary_emb)
+        self.decoder.rotary_emb = PositionsOnly(self.decoder.get_submodule("rotary_emb"))
         for attention in self.attentions:
             attention.__class__ = _patched_class(type(attention))
             setattr(attention, _ROPE_CHILD, self.rope)
@@ -185,9 +188,9 @@ def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _plan(model: nn.Module, name: str, decoder: nn.Module) -> _Plan:
-    """Check one decoder and say what to change in it; raises ValueError naming what does not fit."""
+    """Check one decoder and say what to change in it; ValueError names what does not fit."""
     prefix = f"{name}." if name else ""
-    rotary: nn.Module = decoder.rotary_emb
+    rotary = decoder.get_submodule("rotary_emb")
     _check_decoder(decoder)
     rope = _rope_for(rotary)
     attentions: list[nn.Module] = []
@@ -271,7 +274,7 @@ def _check_numbers(rotary: nn.Module, rope: rc.RotaryEmbedding) -> None:
 
     Catches what reading code cannot: a translation of the configuration that disagrees.
     """
-    inv_freq: Tensor = rotary.inv_freq
+    inv_freq = rotary.get_buffer("inv_freq")
     positions = torch.arange(16, device=inv_freq.device)
     x = torch.zeros(1, 1, 1, device=inv_freq.device, dtype=torch.float32)
     cos, sin = rotary(x, positions[None])
@@ -305,8 +308,8 @@ def _check_apply(function: Callable[..., tuple[Tensor, Tensor]], owner: type[nn.
         expected = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
         if y.shape != x.shape or (y - expected).abs().max().item() > 1e-5:
             raise ValueError(
-                f"model must rotate in half style to be patched, got {owner.__name__} whose {_APPLY} "
-                "pairs other channels; the model was left as it was"
+                f"model must rotate in half style to be patched, got {owner.__name__} whose "
+                f"{_APPLY} pairs other channels; the model was left as it was"
             )
 
 
@@ -337,7 +340,6 @@ def _is_attention(cls: type[nn.Module]) -> bool:
     return _APPLY in _innermost(cls.forward).__code__.co_names
 
 
-@functools.cache
 def _forward_tree(cls: type[nn.Module]) -> ast.FunctionDef:
     """Syntax tree of a class's own forward; raises ValueError where the source is not at hand."""
     try:
@@ -398,7 +400,6 @@ def _check_passes_on(module: nn.Module) -> None:
         raise _refusal(module, "forward does more with position_embeddings than pass them on")
 
 
-@functools.cache
 def _check_attention(cls: type[nn.Module]) -> None:
     """``cos, sin = position_embeddings`` and one ``apply_rotary_pos_emb(q, k, cos, sin)``."""
     function = _innermost(cls.forward)
@@ -437,27 +438,37 @@ def _check_attention(cls: type[nn.Module]) -> None:
 def _rotate(
     q: Tensor, k: Tensor, positions: Tensor, rope: rc.RotaryEmbedding
 ) -> tuple[Tensor, Tensor]:
-    """``apply_rotary_pos_emb`` for patched attention: q, k ``[B, H, S, D]``, positions ``[B, S]``."""
+    """``apply_rotary_pos_emb`` once patched: q, k ``[B, H, S, D]``, positions ``[B, S]``."""
     rotated_q, rotated_k = rope(positions, q.transpose(1, 2), k.transpose(1, 2))
     assert rotated_k is not None  # k was given
     return rotated_q.transpose(1, 2), rotated_k.transpose(1, 2)
 
 
-@functools.cache
+def _with_rope(attention: nn.Module, position_embeddings: object) -> tuple[object, object]:
+    positions, _ = cast(tuple[object, None], position_embeddings)
+    return positions, attention._modules[_ROPE_CHILD]
+
+
 def _patched_class(original: type[nn.Module]) -> type[nn.Module]:
     """A subclass of an attention class that rotates with its ``rope_compile_rope`` child."""
+    known = _PATCHED.get(original)
+    if known is None:
+        known = _PATCHED.setdefault(original, _make_patched_class(original))
+    return known
+
+
+def _make_patched_class(original: type[nn.Module]) -> type[nn.Module]:
     forward = _with_globals(original.forward, {_APPLY: _rotate})
     index = list(inspect.signature(original.forward).parameters).index("position_embeddings")
 
     @functools.wraps(original.forward)
     def patched_forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        rope = self._modules[_ROPE_CHILD]
+        # (positions, None) of PositionsOnly becomes the (positions, rope) that _rotate is given.
         if "position_embeddings" in kwargs:
-            positions, _ = kwargs["position_embeddings"]  # type: ignore[misc]
-            kwargs["position_embeddings"] = (positions, rope)
+            kwargs["position_embeddings"] = _with_rope(self, kwargs["position_embeddings"])
         else:
-            positions, _ = args[index - 1]  # type: ignore[misc]
-            args = (*args[: index - 1], (positions, rope), *args[index:])
+            here = index - 1  # args leaves self out
+            args = (*args[:here], _with_rope(self, args[here]), *args[here + 1 :])
         return forward(self, *args, **kwargs)
 
     namespace = {

@@ -423,9 +423,11 @@ def launch_arguments(
     """Grid and keyword arguments of one launch; tensors ``[batch, seq, heads, head_dim]``."""
     q_out, q = pairs[0]
     k_out, k = pairs[-1] if len(pairs) > 1 else (q_out, q)
-    k_heads = k.shape[2] if len(pairs) > 1 else 0
-    batch, seq, q_heads = q.shape[:3]
-    lanes = cos_sin_cache.shape[1] // 2
+    batch, seq = q.shape[:2]
+    # Heads and widths are compiled in: plain numbers before tile and alignment follow from them.
+    q_heads, q_head_dim, k_head_dim = int(q.shape[2]), int(q.shape[3]), int(k.shape[3])
+    k_heads = int(k.shape[2]) if len(pairs) > 1 else 0
+    lanes = int(cos_sin_cache.shape[1]) // 2
     in_place = q_out is q
     if cos_sin_cache.stride(1) != 1:
         cos_sin_cache = cos_sin_cache.contiguous()
@@ -462,7 +464,7 @@ def launch_arguments(
         "stride_cache_row": cos_sin_cache.stride(0) // cache_align,
         "attention_scaling": attention_scaling,
         "Q_HEADS": q_heads, "K_HEADS": k_heads,
-        "Q_HEAD_DIM": q.shape[3], "K_HEAD_DIM": k.shape[3],
+        "Q_HEAD_DIM": q_head_dim, "K_HEAD_DIM": k_head_dim,
         "Q_STRIDE_D": q.stride(3), "K_STRIDE_D": k.stride(3),
         "ALIGN": align, "CACHE_ALIGN": cache_align, "IN_PLACE": in_place,
         "LANES": lanes, "OFFSET": rotary_offset,

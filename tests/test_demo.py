@@ -13,7 +13,7 @@ from torch import Tensor
 import rope_compile as rc
 from rope_compile import demo
 from rope_compile.cli import main
-from rope_compile.demo import decoder, promises, scene, smollm2, speculation
+from rope_compile.demo import decoder, promises, scene, smollm2, speculation, timing
 
 from support import generator
 
@@ -25,9 +25,12 @@ QUICK = ("demo", "--json", "--device", "cpu", "--backend", "aot_eager")
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch):
-    """The same job over fewer positions: the tables begin at 256 and 128 rows."""
+    """The same job over fewer positions, the prompt already past the draft's rows; no timing."""
     monkeypatch.setattr(scene, "TARGET_ROWS", 256)
     monkeypatch.setattr(scene, "DRAFT_ROWS", 128)
+    monkeypatch.setattr(scene, "PROMPT_TOKENS", 210)
+    monkeypatch.setattr(scene, "BEYOND", 24)
+    monkeypatch.setattr(demo, "time_rope_calls", lambda *arguments: [])
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict]:
@@ -54,7 +57,18 @@ def test_every_promise_holds_and_the_exit_status_is_0(capsys: pytest.CaptureFixt
     assert measured["graphs"] == 2
     assert 0 < measured["error"] <= promises.ERROR_BOUND
     assert 0 < measured["speculation"] < 1
-    assert {timing["name"] for timing in report["timings"]} >= {"rope_compile", "eager formula"}
+
+
+def test_timing_lists_every_contender_at_every_size():
+    """A report: that it is there and plausible is all that a test may ask of it."""
+    rope = rc.get_rope(rc.RopeConfig(head_dim=16, max_position=128))
+    timings = timing.time_rope_calls(rope, 3, 1, (2, 200), "aot_eager")
+    assert [(entry.tokens, entry.name) for entry in timings] == [
+        (tokens, name)
+        for tokens in (2, 200)
+        for name in ("rope_compile", "eager formula", "formula, aot_eager")
+    ]
+    assert all(0 < entry.p20_us <= entry.median_us <= entry.p80_us for entry in timings)
 
 
 def test_text_is_a_table_a_person_reads(capsys: pytest.CaptureFixture[str]):

@@ -93,6 +93,7 @@ class Scene:
 TARGET_ROWS = 512
 DRAFT_ROWS = 256
 BEYOND = 40
+PROMPT_TOKENS = 200
 _SEED = 2
 
 
@@ -116,7 +117,7 @@ def tiny_scene(options: Options, device: torch.device) -> Scene:
         rc.RotaryEmbedding(draft_config, device),
     )
     generator = torch.Generator().manual_seed(_SEED)
-    prompt = torch.randint(spec.vocabulary, (DRAFT_ROWS - 56,), generator=generator).tolist()
+    prompt = torch.randint(spec.vocabulary, (PROMPT_TOKENS,), generator=generator).tolist()
     return Scene(
         title=(
             f"embedded decoder, {spec.layers} layers, {spec.heads} heads, "

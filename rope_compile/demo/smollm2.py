@@ -37,7 +37,7 @@ DRAFT_ROWS = 128
 BEYOND = 24
 COMPARED_TOKENS = 40
 LOGITS_BOUND = 2e-4
-# Without these of its 30 layers the model still picks the same token about 6 times in 10; each was
+# Without these of its 30 layers the model still picks the same token 6 times in 10; each of them
 # the one that is missed least once those before it are gone.
 SKIPPED_LAYERS = frozenset({13, 17, 19})
 

@@ -152,7 +152,8 @@ def unpatch(model: nn.Module) -> PatchReport:
     for name, module in list(model.named_modules()):
         if isinstance(module, _PatchedAttention):
             delattr(module, _ROPE_CHILD)
-            module.__class__ = module.rope_compile_original_class
+            original = module.rope_compile_original_class
+            module.__class__ = original  # type: ignore[assignment]
             replaced.append(name)
         rotary = module._modules.get("rotary_emb")
         if isinstance(rotary, PositionsOnly):

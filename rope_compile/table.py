@@ -57,9 +57,9 @@ def plain_tensors() -> Iterator[None]:
 def _eagerly(function: Callable[P, T]) -> Callable[P, T]:
     """Keep Dynamo out of ``function`` and of all that it calls.
 
-    After a graph break Dynamo goes on to compile the functions that the broken one calls, and a
-    compiled cosine has other bits than the table must have. (Not ``torch.compiler.disable`` as a
-    decorator: importing this package would import Dynamo, and with it Triton.)
+    After a graph break Dynamo goes on to compile the functions that the broken one calls, and the
+    bits of a row must not depend on the cosine that a compiler picks. (Not as a decorator of
+    ``torch.compiler``: importing this package would import Dynamo, and with it Triton.)
     """
 
     @functools.wraps(function)

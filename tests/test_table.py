@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import math
+import operator
 import pickle
 import re
 import weakref
@@ -281,8 +282,13 @@ def test_growth_inside_a_compiled_function_is_refused() -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("action", ["build", "grow", "rebuild"])
 def test_no_table_is_filled_by_compiled_code(action: str) -> None:
-    """A compiled cosine has other bits; after a graph break Dynamo would compile the filling."""
+    """After a graph break Dynamo would go on to compile the filling, cosines and all."""
     built, expected = RopeTable(config(), "cpu"), RopeTable(config(), "cpu", capacity=4096)
+    traced: list[object] = []
+
+    def backend(graph, _inputs):
+        traced.extend(node.target for node in graph.graph.nodes if node.op.startswith("call"))
+        return graph
 
     def function(x):
         torch._dynamo.graph_break()
@@ -291,14 +297,14 @@ def test_no_table_is_filled_by_compiled_code(action: str) -> None:
         if action == "grow":
             built.reserve(4096)
         else:
-            built.cos_sin_cache.fill_(math.nan)
             built.rebuild_()
         return built, x + 1
 
-    made, _ = torch.compile(function, backend="inductor")(torch.zeros(3))
+    made, _ = torch.compile(function, backend=backend)(torch.zeros(3))
     rows = made.capacity
-    assert torch.equal(made.cos_sin_cache, expected.cos_sin_cache[:rows])
     assert rows == (256 if action == "rebuild" else 4096)
+    assert torch.equal(made.cos_sin_cache, expected.cos_sin_cache[:rows])
+    assert set(traced) <= {operator.add}  # the caller's own, where Dynamo comes back to it
 
 
 def test_growth_while_capturing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

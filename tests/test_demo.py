@@ -205,7 +205,7 @@ def test_a_draft_that_is_always_right_ends_with_1(
 
 @pytest.mark.parametrize(("steps", "draft_tokens"), [(1, 1), (1, 4), (3, 2)])
 def test_speculation_decodes_what_the_target_decodes(steps: int, draft_tokens: int):
-    """Whatever the shape of a round; the draft here has other weights and is nearly always wrong."""
+    """Whatever the shape of a round; the draft has other weights and is nearly always wrong."""
     spec = dataclasses.replace(decoder.DecoderSpec(), layers=2, hidden=64, vocabulary=31)
     device = torch.device("cpu")
     rope = rc.RotaryEmbedding(rc.RopeConfig(head_dim=spec.head_dim, max_position=16))

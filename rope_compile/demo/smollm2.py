@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -156,7 +157,9 @@ def quiet(transformers: ModuleType) -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        # The bar of the GGUF reader knows no switch.
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:
@@ -240,7 +243,7 @@ def _twin(
 
 
 def _compare(target: Decoder, reference: Decoder, prompt: list[int]) -> list[Promise]:
-    """Patch the target and hold it against the unpatched reference, and against itself unpatched."""
+    """Patch the target, and hold it against the unpatched reference and against itself before."""
     adapter = rc.integrations.transformers
     device = target.model.device
     inputs = torch.tensor(prompt, device=device), torch.arange(len(prompt), device=device)

@@ -193,7 +193,7 @@ def _plan(model: nn.Module, name: str, decoder: nn.Module) -> _Plan:
     prefix = f"{name}." if name else ""
     rotary = decoder.get_submodule("rotary_emb")
     _check_decoder(decoder)
-    rope = _rope_for(rotary)
+    rope, partial = _rope_for(rotary)
     attentions: list[nn.Module] = []
     names = [f"{prefix}rotary_emb"]
     for child_name, child in decoder.named_modules():
@@ -213,6 +213,10 @@ def _plan(model: nn.Module, name: str, decoder: nn.Module) -> _Plan:
         raise _refusal(decoder, f"no attention module that calls {_APPLY} was found in it")
     for cls in {type(attention) for attention in attentions}:
         _check_attention(cls)
+        if partial and _slices_inside(_innermost(cls.forward).__globals__[_APPLY]):
+            raise _refusal(
+                decoder, f"{_APPLY} itself picks the {rope.config.rotary_dim} channels to rotate"
+            )
     layers = len(getattr(decoder, "layers", attentions))
     left = {}
     if len(attentions) < layers:
@@ -229,8 +233,11 @@ def _refusal(module: nn.Module, reason: str) -> ValueError:
     )
 
 
-def _rope_for(rotary: nn.Module) -> rc.RotaryEmbedding:
-    """The shared rope of a transformers rotary module, compared with that module's own numbers."""
+def _rope_for(rotary: nn.Module) -> tuple[rc.RotaryEmbedding, bool]:
+    """The shared rope of a transformers rotary module, compared with that module's own numbers.
+
+    Also whether only a part of the channels is rotated; the rope is as wide as that part.
+    """
     config = getattr(rotary, "config", None)
     inv_freq = getattr(rotary, "inv_freq", None)
     rope_type = getattr(rotary, "rope_type", None)
@@ -253,12 +260,13 @@ def _rope_for(rotary: nn.Module) -> rc.RotaryEmbedding:
     rope_config = rc.RopeConfig.from_transformers(config)
     if rope_config is None:
         raise _refusal(rotary, "the configuration says that nothing is rotated")
-    if rope_config.rotary_dim != rope_config.head_dim:
-        # Such models slice the rotated channels out before they call apply_rotary_pos_emb.
+    partial = rope_config.rotary_dim != rope_config.head_dim
+    if partial:
+        # The models known here slice these channels out before they call apply_rotary_pos_emb.
         rope_config = replace(rope_config, head_dim=rope_config.rotary_dim, rotary_offset=0)
     rope = rc.get_rope(rope_config, inv_freq.device)
     _check_numbers(rotary, rope)
-    return rope
+    return rope, partial
 
 
 def _accepts_two(forward: Callable[..., object]) -> bool:
@@ -312,6 +320,16 @@ def _check_apply(function: Callable[..., tuple[Tensor, Tensor]], owner: type[nn.
                 f"model must rotate in half style to be patched, got {owner.__name__} whose "
                 f"{_APPLY} pairs other channels; the model was left as it was"
             )
+
+
+def _slices_inside(function: Callable[..., tuple[Tensor, Tensor]]) -> bool:
+    """Whether the function takes q and k wider than cos, and so picks channels by itself."""
+    q, cos = torch.zeros(1, 1, 2, 6, device="cpu"), torch.zeros(1, 2, 4, device="cpu")
+    try:
+        function(q, q, cos, cos)
+    except RuntimeError:  # shapes that do not broadcast
+        return False
+    return True
 
 
 def _innermost(function: Callable[..., object]) -> types.FunctionType:

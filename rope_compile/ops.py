@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode  # see lower_for_inductor
+from torch.autograd import forward_ad
 
-from rope_compile.kernels import cpu, reference
+from rope_compile.kernels import cpu, native, reference
 
 STYLES = ("half", "interleaved", "half_blocks", "interleaved_to_half")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,6 +39,11 @@ _REST = (
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 LIB.define(f"rope(Tensor q, Tensor? k, {_REST}) -> (Tensor, Tensor?)", tags=_TAGS)
 LIB.define(f"rope_(Tensor(a!) q, Tensor(b!)? k, {_REST}) -> ()", tags=_TAGS)
+
+# The same in plain torch, for CPU tensors: where no native kernel can be had, for the rare calls it
+# does not take, and to compare it with. Behind rope and rope_ only: no gradients, no fakes.
+LIB.define(f"rope_torch(Tensor q, Tensor? k, {_REST}) -> (Tensor, Tensor?)")
+LIB.define(f"rope_torch_(Tensor(a!) q, Tensor(b!)? k, {_REST}) -> ()")
 
 rope_op = torch.ops.rope_compile.rope.default
 rope_inplace_op = torch.ops.rope_compile.rope_.default
@@ -392,14 +398,39 @@ def check_in_place(style: str) -> None:
         )
 
 
-for _key, _kernel in (
-    ("CPU", cpu.rope_into_by_blocks),
-    ("CUDA", _cuda_kernel),
-    ("CompositeExplicitAutograd", reference.rope_into),
+for _name, _key, _kernel in (
+    ("rope", "CUDA", _cuda_kernel),
+    ("rope", "CompositeExplicitAutograd", reference.rope_into),
+    ("rope_torch", "CPU", cpu.rope_into_by_blocks),
 ):
     _functional, _in_place = _make_pair(_kernel)
-    LIB.impl("rope", _functional, _key)
-    LIB.impl("rope_", _in_place, _key)
+    LIB.impl(_name, _functional, _key)
+    LIB.impl(_name + "_", _in_place, _key)
+
+
+def native_cpu_kernel(retry: bool = False) -> tuple[bool, str]:
+    """Whether CPU tensors run natively, and one line that says which library, or why not.
+
+    Compiles the kernel where that has not been tried, or (``retry``) where it failed.
+    """
+    native.load_or_build(retry)
+    return native.status()
+
+
+@functools.cache
+def _cpu_operators() -> tuple[Any, Any]:
+    """What runs CPU tensors in a process that was started without a built library."""
+    ops = torch.ops.rope_compile
+    if native.load_or_build():
+        return ops.rope_native.default, ops.rope_native_.default
+    return ops.rope_torch.default, ops.rope_torch_.default
+
+
+# A built library registers its own kernels, and a front that spares calls without gradients the
+# way through Python. See NOTE [Why define/impl] for what a hop costs.
+if not native.load_if_built():
+    LIB.impl("rope", lambda *args: _cpu_operators()[0](*args), "CPU")
+    LIB.impl("rope_", lambda *args: _cpu_operators()[1](*args), "CPU")
 
 
 # ----------------------------------------------------------------------------------------- fakes
@@ -425,36 +456,77 @@ torch.library.register_fake("rope_compile::rope_", _rope_inplace_fake, lib=LIB)
 # -------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, k, positions, cos_sin_cache, inv_freq, *ctx.rest = inputs
-    ctx.has_k = k is not None
-    ctx.save_for_backward(positions, cos_sin_cache, inv_freq)
-    ctx.set_materialize_grads(False)
+class _Rotation(torch.autograd.Function):
+    """The operator is linear in q and k, and its transpose is itself with ``inverse`` flipped.
+
+    Both derivatives call the differentiable operator, so every order is right. Nothing of q or k
+    is saved but their shapes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor | None, *rest: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*rest[:3])
+        ctx.save_for_forward(*rest[:3])
+        ctx.shape = rest[3:]
+        ctx.kinds = [None if x is None else (x.shape, x.dtype) for x in (q, k)]
+        with torch._C._AutoDispatchBelowAutograd():
+            return rope_op(q, k, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return (*_linear(ctx, grads, inverse=not ctx.shape[-1]), *(None,) * 8)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        results = _linear(ctx, tangents[:2], inverse=ctx.shape[-1])
+        for i, kind in enumerate(ctx.kinds):
+            if results[i] is None and kind is not None:  # torch asserts where a tangent is missing
+                results[i] = ctx.saved_tensors[1].new_zeros(kind[0], dtype=kind[1])
+        return tuple(results)
 
 
-def _backward(ctx: Any, q_grad: Tensor | None, k_grad: Tensor | None) -> tuple[Any, ...]:
-    """The same operator with ``inverse`` flipped, so every order of gradient is right."""
-    *shape, inverse = ctx.rest
-    grads: list[Tensor | None] = [None, None]
-    given = [(i, g) for i, g in enumerate((q_grad, k_grad)) if g is not None]
-    if given:
-        k = given[1][1] if len(given) > 1 else None
-        results = rope_op(given[0][1], k, *ctx.saved_tensors, *shape, not inverse)
-        for (i, _), result in zip(given, results, strict=False):
-            grads[i] = result
-    return (*grads, *(None,) * 8)
+def _linear(ctx: Any, given: Sequence[Tensor | None], inverse: bool) -> list[Tensor | None]:
+    """The operator applied to what is there of (q, k)."""
+    results: list[Tensor | None] = [None, None]
+    there = [i for i, x in enumerate(given) if x is not None]
+    if there:
+        second = given[there[1]] if len(there) > 1 else None
+        rotated = rope_op(given[there[0]], second, *ctx.saved_tensors, *ctx.shape[:-1], inverse)
+        for i, x in zip(there, rotated, strict=False):
+            results[i] = x
+    return results
 
 
-torch.library.register_autograd(
-    "rope_compile::rope", _backward, setup_context=_setup_context, lib=LIB
-)
+def _records(q: Tensor, k: Tensor | None) -> bool:
+    """Whether a derivative of this call is wanted, in reverse or in forward mode."""
+    needs_grad = q.requires_grad or (k is not None and k.requires_grad)
+    return (needs_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
+
+
+def _rope_autograd(q: Tensor, k: Tensor | None, *rest: Any) -> Any:
+    if not _records(q, k):
+        with torch._C._AutoDispatchBelowAutograd():
+            return rope_op(q, k, *rest)
+    if torch._C._are_functorch_transforms_active():
+        # An autograd.Function below the operator runs with gradients off at every outer level:
+        # nested transforms would lose terms without a word.
+        raise NotImplementedError(
+            "torch.func.grad, vjp and jvp must not reach rope_compile::rope, got such a transform; "
+            "use torch.autograd (backward, grad, forward_ad), which is right to every order; "
+            "torch.vmap works"
+        )
+    return _Rotation.apply(q, k, *rest)  # type: ignore[no-untyped-call]
+
+
+LIB.impl("rope", _rope_autograd, "Autograd")
 
 
 def _rope_inplace_autograd(q: Tensor, k: Tensor | None, *rest: Any) -> None:
-    if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
+    if _records(q, k):
         raise RuntimeError(
-            "q and k must not require grad to be rotated in place while grad mode is on, "
-            "got requires_grad=True; use the functional form, which has gradients of every order"
+            "q and k must not require grad (or carry tangents) to be rotated in place while "
+            "gradients are recorded; use the functional form, which has gradients of every order"
         )
     with torch._C._AutoDispatchBelowAutograd():
         rope_inplace_op(q, k, *rest)

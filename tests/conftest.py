@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Before anything here imports the package: a process that finds the native kernel built runs
+    # it as users will from their second process on.
+    subprocess.run(
+        [sys.executable, "-c", "from rope_compile.kernels import native; native.load_or_build()"],
+        cwd=Path(__file__).parents[1],
+        check=True,
+    )
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

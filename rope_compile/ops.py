@@ -203,6 +203,24 @@ def _raise_devices(*tensors: Tensor | None) -> None:
     )
 
 
+def check_alive(**tensors: Tensor | None) -> None:
+    """Refuse memory that was taken away: a storage resized to nothing still has its shape.
+
+    Raises:
+        ValueError: the tensor has elements and no bytes.
+    """
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        # Plain tensors alone: others have no memory of their own, and a symbolic size no value.
+        plain = type(x) is Tensor and x.device.type != "meta" and x.numel() > 0
+        if plain and x.untyped_storage().nbytes() == 0:
+            raise ValueError(
+                f"{name} must have memory, got a freed storage for shape {tuple(x.shape)}; "
+                "fetch the table again with get_rope, or call rebuild_() once memory is back"
+            )
+
+
 def check_writable(q: Tensor, k: Tensor | None) -> None:
     """Refuse what ``rope_`` cannot write right: memory that two elements share.
 
@@ -375,6 +393,7 @@ def _make_pair(kernel: Any) -> tuple[Any, Any]:
         q: Tensor, k: Tensor | None, positions: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor | None]:
         check_arguments(q, k, positions, *rest[:5])
+        check_alive(q=q, k=k, positions=positions, cos_sin_cache=rest[0], inv_freq=rest[1])
         q_out = allocate_output(q)
         k_out = None if k is None else allocate_output(k)
         pairs = [(q_out, q)] if k is None or k_out is None else [(q_out, q), (k_out, k)]
@@ -383,6 +402,7 @@ def _make_pair(kernel: Any) -> tuple[Any, Any]:
 
     def in_place(q: Tensor, k: Tensor | None, positions: Tensor, *rest: Any) -> None:
         check_arguments(q, k, positions, *rest[:5])
+        check_alive(q=q, k=k, positions=positions, cos_sin_cache=rest[0], inv_freq=rest[1])
         check_in_place(rest[3])
         check_writable(q, k)
         _run(kernel, [(q, q)] if k is None else [(q, q), (k, k)], positions, *rest)

@@ -266,6 +266,12 @@ def test_the_bit_comparison_can_fail() -> None:
 # ---------------------------------------------------------------------------------- refusals
 
 
+def freed(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
 def bad_calls() -> dict[str, tuple]:
     q, k = torch.ones(3, 2, 8), torch.ones(3, 1, 8)
     p, table = torch.arange(3), table_of(4)
@@ -295,6 +301,10 @@ def bad_calls() -> dict[str, tuple]:
         "unsorted blocks": (q, k, p, table, None, (1, 0, 0, 0), "half_blocks", 0, 1.0, False),
         "axes of positions": (q, k, inside(2, 3), table, None, (0, 1, 2, 2), "half", 0, 1.0, False),
         "meta table": (q, k, p, table.to("meta"), *rest),
+        "freed q": (freed(q), k, p, table, *rest),
+        "freed positions": (q, k, freed(p), table, *rest),
+        "freed table": (q, k, p, freed(table), *rest),
+        "freed inv_freq": (q, k, p, table, freed(frequencies(4)), *rest[1:]),
     }
 
 
@@ -457,8 +467,8 @@ def test_a_library_that_is_wrong_or_crashes_is_never_loaded(tmp_path: Path) -> N
     wrong.write_text(turned)
     compiler = os.environ.get("CXX", "g++")
     # Without optimisation: only the sign matters.
-    twin = script(tmp_path / "c++", 
-                  f'exec {compiler} $(echo "$@" | sed "s#{native.SOURCE}#{wrong}#") -O0')  # fmt: skip
+    swap = f"s#{native.SOURCE}#{wrong}#"
+    twin = script(tmp_path / "c++", f'exec {compiler} $(echo "$@" | sed "{swap}") -O0')
     out = run_child("-c", CHILD, ROPE_COMPILE_CACHE_DIR=str(tmp_path / "cache"), CXX=twin)
     assert re.search(r"False .*python\S* ended with 1, see .*\.log", out)
     assert "Tensor-likes are not equal" in next((tmp_path / "cache").glob("*.log")).read_text()
@@ -490,7 +500,7 @@ def test_first_use_from_several_processes_builds_once(tmp_path: Path) -> None:
     children = [
         subprocess.Popen(
             [sys.executable, "-c", CHILD], env=environment, stdout=subprocess.PIPE, text=True
-        )  # fmt: skip
+        )
         for _ in range(3)
     ]
     outputs = [child.communicate(timeout=120)[0] for child in children]

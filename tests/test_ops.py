@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.gradcheck import GradcheckError
 from torch.library import opcheck
 from torch.testing._internal.optests import OpCheckError
@@ -188,6 +189,52 @@ def test_gradients_of_strided_and_expanded_outputs() -> None:
     rope_op(q, k, *more)[0].sum().backward()  # the gradient is an expanded scalar
     expected = rope_op(torch.ones(5, 3, 8), None, *more[:-1], True)[0]
     assert torch.equal(q.grad, expected)
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_forward_mode_pushes_tangents_through_the_rotation(inverse: bool) -> None:
+    """The operator is linear: a tangent comes out rotated, and no tangent as zero."""
+    q, k, dq = (randn(4, h, 8, seed=h, dtype=torch.float64) for h in (2, 1, 3))
+    dq = dq[:, :2]
+    rest = (torch.tensor([0, 5, ROWS, -3]), *rest_of(8, inverse=inverse))
+    wanted = rope_op(dq, None, *rest)[0]
+    with forward_ad.dual_level():
+        both = rope_op(forward_ad.make_dual(q, dq), k, *rest)
+        alone = rope_op(forward_ad.make_dual(q, dq), None, *rest)[0]
+        as_k = rope_op(k, forward_ad.make_dual(q, dq), *rest)[1]
+        for x in (both[0], alone, as_k):
+            assert torch.equal(forward_ad.unpack_dual(x).tangent, wanted)
+        assert not forward_ad.unpack_dual(both[1]).tangent.any()
+        with pytest.raises(RuntimeError, match="carry tangents"):
+            rope_inplace_op(forward_ad.make_dual(q.clone(), dq), None, *rest)
+    inputs = tuple(x.requires_grad_() for x in (q, k))
+    call = lambda q, k: rope_op(q, k, *rest)  # noqa: E731
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, inputs, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+        lambda f, x: torch.func.vjp(f, x)[1](x),
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.jacfwd(f)(x),
+        lambda f, x: torch.vmap(torch.func.grad(lambda y: f(y).sum()))(x[None]),
+    ],
+)
+def test_derivatives_of_torch_func_are_refused_by_name(transform) -> None:
+    """Below an operator they would lose terms without a word (torch 2.11 to 2.14)."""
+    rest = (torch.arange(3), *rest_of(8))
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad, vjp and jvp must not reach"):
+        transform(lambda x: rope_op(x, None, *rest)[0], randn(3, 2, 8))
+
+
+def test_torch_func_without_derivatives_works() -> None:
+    q, rest = randn(3, 2, 8), (torch.arange(3), *rest_of(8))
+    wanted = rope_op(q, None, *rest)[0]
+    assert torch.equal(torch.func.functionalize(lambda x: rope_op(x, None, *rest)[0])(q), wanted)
+    assert torch.equal(torch.vmap(lambda x: rope_op(x, None, *rest)[0])(q[None])[0], wanted)
 
 
 def test_backward_saves_neither_q_nor_k() -> None:

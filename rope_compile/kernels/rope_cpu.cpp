@@ -523,6 +523,9 @@ void ask_for_huge_pages(const Tensor& out) {
 #endif
 }
 
+// Whether the memory is there: a storage resized to nothing leaves its tensors their shapes.
+bool alive(const Tensor& x) { return x.storage().nbytes() || !x.numel(); }
+
 bool is_float(const Tensor& x) {
   const auto dtype = x.scalar_type();
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
@@ -542,11 +545,11 @@ bool describe(
   if (call.lead < 0 || call.lead > MAX_LEAD || cache.dim() != 2) return false;
   const int64_t half = cache.size(1) / 2;
   if (cache.scalar_type() != at::kFloat || half == 0 || cache.size(1) % 2 || cache.stride(1) != 1 ||
-      !cache.is_cpu() || !positions.is_cpu())
+      !cache.is_cpu() || !positions.is_cpu() || !alive(cache) || !alive(positions))
     return false;
   if (positions.scalar_type() != at::kLong && positions.scalar_type() != at::kInt) return false;
   if (inv_freq.has_value()) {
-    if (!inv_freq->is_cpu() || inv_freq->dim() != 1 || inv_freq->size(0) != half ||
+    if (!inv_freq->is_cpu() || !alive(*inv_freq) || inv_freq->dim() != 1 || inv_freq->size(0) != half ||
         (half > 1 && inv_freq->stride(0) != 1) ||
         (inv_freq->scalar_type() != at::kFloat && inv_freq->scalar_type() != at::kDouble))
       return false;
@@ -577,7 +580,7 @@ bool describe(
   for (int d = 0; d < call.lead; ++d) call.sizes[d] = q.size(d);
   for (int s = 0; s < call.side_count; ++s) {
     const Tensor& x = s ? *k : q;
-    if (!x.is_cpu() || !is_float(x) || x.dim() != call.lead + 2) return false;
+    if (!x.is_cpu() || !alive(x) || !is_float(x) || x.dim() != call.lead + 2) return false;
     Side& side = call.sides[s];
     side.x = static_cast<const char*>(x.const_data_ptr());
     side.itemsize = static_cast<int64_t>(x.element_size());

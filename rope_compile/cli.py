@@ -1,4 +1,4 @@
-"""``rope-compile``: the demo, a check of this machine, and the rows to reserve before capture."""
+"""``rope-compile``: the demo, a check of this machine, rows to reserve, and the benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 
@@ -20,10 +20,14 @@ import rope_compile as rc
 from rope_compile import demo
 from rope_compile.demo.progress import Progress
 from rope_compile.demo.promises import ERROR_BOUND, largest_error
+from rope_compile.ops import native_cpu_kernel
+
+if TYPE_CHECKING:
+    from rope_compile import bench
 
 __all__ = ["main"]
 
-_COMMANDS = ("demo", "doctor", "plan")
+_COMMANDS = ("bench", "demo", "doctor", "plan")
 
 
 class UsageError(Exception):
@@ -85,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
   rope-compile doctor                what works on this machine, with a self-check
   rope-compile plan --config model/config.json --speculative-steps 5 --draft-tokens 8
                                      rows to reserve before capture, and the code to paste
+  rope-compile bench --quick         this package and its peers side by side, in two minutes
 
 'rope-compile COMMAND --help' explains one command.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -94,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_doctor(commands)
     _add_plan(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -194,6 +200,7 @@ def _add_doctor(commands: _Commands) -> None:
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
+    native_cpu_kernel(retry=True)  # a person looks: what failed before is tried again
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     checks = [check for device in devices for check in _self_check(device)]
@@ -237,7 +244,10 @@ def _kernel(device: torch.device) -> str:
     """Which implementation answers for tensors of a device."""
     if device.type == "cuda" and _has_triton():
         return "Triton kernel, one launch for q and k"
-    return "plain torch in cache-sized blocks" if device.type == "cpu" else "plain torch"
+    if device.type == "cpu":
+        runs, about = native_cpu_kernel()
+        return f"native, {about}" if runs else f"plain torch, 5 to 30 times slower: {about}"
+    return "plain torch"
 
 
 def _registered() -> dict[str, bool]:
@@ -306,6 +316,11 @@ def _compiled_difference(rope: rc.RotaryEmbedding, device: torch.device) -> floa
 def _advice() -> list[str]:
     """What would make this machine faster."""
     advice = []
+    if not native_cpu_kernel()[0]:
+        advice.append(
+            "the native CPU kernel: install g++ (or set CXX) and run this again; it is "
+            "compiled once, in about 15 s"
+        )
     if torch.cuda.is_available() and not _has_triton():
         advice.append("pip install triton: CUDA tensors take the slow plain-torch path without it")
     elif not torch.cuda.is_available():
@@ -518,6 +533,146 @@ def _plan_text(plan: rc.CapturePlan, tables: list[dict[str, object]], code: str)
             f"({size / 2**20:.1f} MiB) for each device"
         )
     return "\n".join([*lines, "", code])
+
+
+def _add_bench(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="this package and its peers side by side, against the bandwidth of a copy",
+        description="""\
+Times the rotation of q and k by this package, by the formula of transformers (eager and through
+torch.compile), and by other libraries that are installed; copies of the same bytes run beside them.
+Everybody takes part in every round, after a check against float64: a wrong result gets no time. A
+loss is printed like a win. Ends with 1 only if this package's own result is wrong.""",
+        epilog="""examples:
+  rope-compile bench --quick                 one model, three sizes, every stage; two minutes
+  rope-compile bench --csv bench.csv         the whole matrix; rows are appended as they are made
+  rope-compile bench --shapes L8,P4 --dtypes bfloat16 --tokens 1,512 --threads 2 --stages matrix
+  rope-compile bench --quick --peers hf_eager,onnxruntime --json > bench.json
+  rope-compile bench --quick --plot bench.png
+  rope-compile bench --from-csv bench.csv --shapes L8 --tokens 1,512,4096 --markdown -
+                                             the README's table of these; nothing is timed
+
+shapes: L8 L70 L70t Q30 DS G3 P4 P2 P3 GJ QV FX GO X80 X192 (Llama, DeepSeek, Gemma, Phi, ...)
+stages: matrix (the table), existing (large outputs in memory that is mapped already), host (time of
+a call at one token), counts (launches, allocations, peak memory, recompiles), fallback (without a
+C++ compiler), rest (tables, look-ups, import)
+peers:  hf_eager hf_compiled hf_compiled_pointwise_cat hf_compiled_combo hf_compiled_apart
+rotary_embedding_torch onnxruntime liger, or none; pip install 'rope_compile[bench]' has those that
+a CPU can run""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cells and rounds")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where (default: %(default)s)"
+    )
+    for flag, text in {
+        "--shapes": "models, comma-separated (default: L8,DS,P4,GJ on a CPU, all on a GPU)",
+        "--dtypes": "of q and k: float32, bfloat16, float16",
+        "--peers": "whom to compare with (default: all)",
+        "--stages": "what to measure (default: all)",
+    }.items():
+        parser.add_argument(flag, type=_names, default=(), metavar="NAMES", help=text)
+    for flag, text in {
+        "--tokens": "token counts, comma-separated",
+        "--threads": "CPU thread counts (default: 1,2)",
+    }.items():
+        parser.add_argument(flag, type=_numbers, default=(), metavar="NUMBERS", help=text)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="of each cell (default: 30; 10 where a call is slow)",
+    )
+    for flag, text in {
+        "--csv": "append every number to this file",
+        "--plot": "draw share of copy bandwidth against tokens into this PNG (needs matplotlib)",
+        "--markdown": "write the README's table to this file, - for standard output",
+        "--from-csv": "show the last run in this file, and time nothing; shapes, dtypes, tokens "
+        "and threads choose rows",
+    }.items():
+        parser.add_argument(flag, metavar="PATH", help=text)
+    _add_json(parser)
+    parser.set_defaults(run=_run_bench)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in _names(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers with commas between them, got {text!r}"
+        ) from None
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    from rope_compile import bench  # here, because the other commands need none of it
+
+    options = bench.Options(
+        device=arguments.device,
+        quick=arguments.quick,
+        shapes=arguments.shapes,
+        dtypes=arguments.dtypes,
+        tokens=arguments.tokens,
+        threads=arguments.threads,
+        peers=arguments.peers,
+        stages=arguments.stages or bench.STAGES,
+        rounds=arguments.rounds,
+    )
+    csv_file = Path(arguments.csv) if arguments.csv else None
+    try:  # whatever can be wrong is found before the long part
+        bench.check(options)
+        if arguments.plot:
+            bench.plot.require()
+        if csv_file is not None:
+            bench.rows.check_header(csv_file)
+        if arguments.from_csv:
+            outcome = bench.stored(Path(arguments.from_csv), options)
+        else:
+            outcome = _measure(options, csv_file, silent=arguments.json)
+        _show_bench(arguments, outcome)
+    except (ValueError, bench.Missing) as error:
+        raise UsageError(error) from None
+    except OSError as error:
+        raise UsageError(_sentence(error)) from None
+    for wrong in outcome.wrong:
+        print(f"rope-compile: {wrong}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def _measure(options: bench.Options, csv_file: Path | None, *, silent: bool) -> bench.Outcome:
+    from rope_compile import bench
+
+    def keep(made: list[bench.Row]) -> None:
+        if csv_file is not None:
+            bench.rows.append(csv_file, made)
+
+    progress = Progress(None if silent else sys.stderr, bench.stage_count(options))
+    try:
+        return bench.run(options, progress, keep)
+    finally:
+        progress.close()
+
+
+def _show_bench(arguments: argparse.Namespace, outcome: bench.Outcome) -> None:
+    """Whatever was asked for; a table asked for on standard output, from a file, comes alone."""
+    from rope_compile.bench import plot, report, targets
+
+    if arguments.json:
+        verdicts = targets.verdicts(outcome.rows)
+        print(_json(report.as_dict(outcome.rows, verdicts, outcome.load)))
+    elif not (arguments.from_csv and arguments.markdown == "-"):
+        print(report.as_text(outcome.rows, outcome.load, outcome.seconds))
+    if arguments.markdown == "-":
+        print(report.as_markdown(outcome.rows), end="")
+    elif arguments.markdown:
+        Path(arguments.markdown).write_text(report.as_markdown(outcome.rows), encoding="utf-8")
+    if arguments.plot:
+        plot.draw(outcome.rows, Path(arguments.plot))
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

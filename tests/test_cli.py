@@ -123,8 +123,8 @@ def test_code_to_paste_runs(capsys: pytest.CaptureFixture[str], draft: tuple[str
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "a command must be given, demo, doctor or plan"),
-        (("dmo",), "unknown command 'dmo', expected demo, doctor or plan; did you mean demo?"),
+        ((), "a command must be given, bench, demo, doctor or plan"),
+        (("dmo",), "unknown command 'dmo', expected bench, demo, doctor or plan; did you mean demo?"),
         (("doktor",), "did you mean doctor?"),
         (("zzz",), "see rope-compile --help"),
         (("plan",), "either --config or --head-dim, got neither"),
@@ -165,7 +165,7 @@ def test_a_bad_config_file_is_named(
     assert sentence in refuse(capsys, "plan", "--config", str(path))
 
 
-@pytest.mark.parametrize("command", ["", "demo", "doctor", "plan"])
+@pytest.mark.parametrize("command", ["", "bench", "demo", "doctor", "plan"])
 def test_help_teaches_by_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]):
     """Every example line of every help text is accepted by the parser."""
     text = succeed(capsys, *command.split(), "--help")

@@ -811,8 +811,12 @@ extern "C" __attribute__((visibility("default"))) void rope_compile_register() {
       torch::Library::IMPL, "rope_compile", c10::DispatchKey::CPU, __FILE__, __LINE__);
   cpu.impl("rope", TORCH_FN(rope));
   cpu.impl("rope_", TORCH_FN(rope_));
-  static torch::Library autograd(
-      torch::Library::IMPL, "rope_compile", c10::DispatchKey::AutogradCPU, __FILE__, __LINE__);
-  autograd.impl("rope", TORCH_FN(rope_autograd));
-  autograd.impl("rope_", TORCH_FN(rope_inplace_autograd));
+  // The front knows no device: CUDA tensors, whose kernel is Triton's, skip the same hop.
+  static torch::Library front[] = {
+      {torch::Library::IMPL, "rope_compile", c10::DispatchKey::AutogradCPU, __FILE__, __LINE__},
+      {torch::Library::IMPL, "rope_compile", c10::DispatchKey::AutogradCUDA, __FILE__, __LINE__}};
+  for (torch::Library& library : front) {
+    library.impl("rope", TORCH_FN(rope_autograd));
+    library.impl("rope_", TORCH_FN(rope_inplace_autograd));
+  }
 }

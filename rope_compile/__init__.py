@@ -23,6 +23,9 @@ from rope_compile.axes import (
     InterleavedAxes,
     PanguAxes,
     XdropeAxes,
+    context_parallel_positions,
+    packed_context_parallel_positions,
+    positions_from_cu_seqlens,
 )
 from rope_compile.capture import CapturePlan, capture_guard, prepare_for_capture
 from rope_compile.config import RopeConfig
@@ -73,9 +76,12 @@ __all__ = [
     "apply_rope",
     "apply_rope_",
     "capture_guard",
+    "context_parallel_positions",
     "debug",
     "get_rope",
     "integrations",
+    "packed_context_parallel_positions",
+    "positions_from_cu_seqlens",
     "prepare_for_capture",
 ]
 

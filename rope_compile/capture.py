@@ -251,7 +251,9 @@ def prepare_for_capture(model: Model, plan: CapturePlan) -> CaptureReport:
     """Give every table the rows a plan needs; after it no call moves or reallocates one.
 
     Call it once, before the first compiled call and before capture. The tables are pinned: their
-    storage stays valid for captured graphs even when the model is gone.
+    storage stays valid for captured graphs even when the model is gone, and code compiled from then
+    on takes them for static (``mode="reduce-overhead"`` does not copy them at every replay), also
+    where they are arguments, as of `rope_compile.apply_rope`.
 
     Args:
         model: A module, several modules, or None for every live table of `get_rope`.
@@ -284,7 +286,7 @@ def prepare_for_capture(model: Model, plan: CapturePlan) -> CaptureReport:
 
 @contextlib.contextmanager
 def capture_guard(model: Model = None) -> Iterator[None]:
-    """Inside, growth of a model's tables raises, and their storage is pinned for good.
+    """Inside, growth of a model's tables raises; they are pinned as by `prepare_for_capture`.
 
     Put it around ``torch.cuda.graph(...)`` or a first compiled call. Nests; several threads may
     hold one at once.

@@ -12,6 +12,10 @@ from torch import Tensor
 from rope_compile.axes import Axes, Style
 from rope_compile.ops import rope_inplace_op, rope_op
 
+# What calling the two operators calls; a tenth of a call at one token. Compilers know the operators
+# alone. The attribute is private (torch 2.11 to 2.14): without it this module fails to import.
+_rope, _rope_inplace = rope_op._op, rope_inplace_op._op
+
 
 class _Debug:
     """The switch behind :func:`debug`; off unless ``ROPE_COMPILE_DEBUG`` is set to other than 0."""
@@ -59,6 +63,29 @@ def _check_bounds(positions: Tensor, cos_sin_cache: Tensor) -> None:
         )
 
 
+def _meet(q: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    """Have the rules for a DTensor registered; the table to go on with.
+
+    Here and not on import: to import DTensor takes seconds.
+    """
+    if type(q).__name__ != "DTensor":
+        return cos_sin_cache
+    from rope_compile import distributed
+
+    return distributed.keyed_by_rank(cos_sin_cache)
+
+
+def _as_one_axis(positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """Positions of one axis for all lanes, and the map that says so: the same rotation.
+
+    For exported programs, where the map must not be empty: AOTInductor hands an empty ``int[]`` of
+    an operator over as None, and the call fails (pytorch #194324; torch 2.11 to 2.14).
+    """
+    if positions.dim() > 1:
+        positions = positions.unsqueeze(0)
+    return positions, (0,) * (cos_sin_cache.shape[1] // 2)
+
+
 def rotate(
     q: Tensor,
     k: Tensor | None,
@@ -72,9 +99,15 @@ def rotate(
     inverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The operator behind the debug check; arguments as in the schema of ``rope``."""
-    if not torch.compiler.is_compiling() and _Debug.enabled:
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _Debug.enabled:
         _check_bounds(positions, cos_sin_cache)
-    return rope_op(  # type: ignore[no-any-return]
+    if compiling and not lane_axes and torch.compiler.is_exporting():
+        positions, lane_axes = _as_one_axis(positions, cos_sin_cache)
+    if type(q) is not Tensor:
+        cos_sin_cache = _meet(q, cos_sin_cache)
+    operator = rope_op if compiling else _rope
+    return operator(  # type: ignore[no-any-return]
         q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
         attention_scaling, inverse,
     )  # fmt: skip
@@ -93,9 +126,15 @@ def rotate_(
     inverse: bool,
 ) -> None:
     """In-place twin of :func:`rotate`."""
-    if not torch.compiler.is_compiling() and _Debug.enabled:
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _Debug.enabled:
         _check_bounds(positions, cos_sin_cache)
-    rope_inplace_op(
+    if compiling and not lane_axes and torch.compiler.is_exporting():
+        positions, lane_axes = _as_one_axis(positions, cos_sin_cache)
+    if type(q) is not Tensor:
+        cos_sin_cache = _meet(q, cos_sin_cache)
+    operator = rope_inplace_op if compiling else _rope_inplace
+    operator(
         q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
         attention_scaling, inverse,
     )  # fmt: skip
@@ -147,7 +186,7 @@ def apply_rope(
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
     style: Style = "half",
-    attention_scaling: float = 1.0,
+    attention_scaling: float = 1,
     inverse: bool = False,
     axes: Axes | Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -155,6 +194,10 @@ def apply_rope(
 
     One graph for every token count, no host synchronisation, capturable, differentiable to any
     order.
+
+    DTensors are rotated where they lie, sharded over batch, sequence or heads, without
+    communication; positions are then a plain tensor, equal on every rank, or a DTensor too. See
+    ``rope_compile.distributed``.
 
     Args:
         q: ``[..., heads, head_dim]``, float16, bfloat16, float32 or float64; any strides. A
@@ -201,7 +244,7 @@ def apply_rope_(
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
     style: Style = "half",
-    attention_scaling: float = 1.0,
+    attention_scaling: float = 1,
     inverse: bool = False,
     axes: Axes | Sequence[int] | None = None,
 ) -> None:

@@ -143,7 +143,7 @@ class RotaryEmbedding(nn.Module):
         if not isinstance(q, Tensor):
             raise TypeError(f"q must be a tensor, got {type(q).__name__}")
         table: RopeTable | None = self._home
-        if q.device != self._home.device:
+        if q.device != table.device:  # type: ignore[union-attr]
             table = self.table_on(q.device)
         if table is None:
             devices = ", ".join(str(table.device) for table in self._tables())

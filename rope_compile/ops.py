@@ -7,9 +7,10 @@ nothing.
 NOTE [Why define/impl] ``torch.library.custom_op`` costs about 20 us a call more than
 ``Library.define`` + ``impl`` and hides the launch from Inductor.
 
-NOTE [Sizes under compilation] While sizes are symbolic nothing here compares them, so that one
-graph
-serves every token count, 0 and 1 included. Comparisons run on plain ints only.
+NOTE [Sizes under compilation] Inlined code is launched for q's token count, so k and positions must
+have it, or memory behind them would be read. Where a size is symbolic nothing branches on it:
+`torch._check` states the equality, which costs a guard (or a run-time assertion for an unbacked
+size) and no graph. One graph serves every token count, 0 and 1 included.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode  # see lower_for_inductor
+from torch._subclasses.functional_tensor import (  # see _lower_for_inductor
+    FunctionalTensor,
+    FunctionalTensorMode,
+)
 from torch.autograd import forward_ad
 
 from rope_compile.kernels import cpu, native, reference
@@ -53,8 +57,17 @@ rope_inplace_op = torch.ops.rope_compile.rope_.default
 
 
 def _differ(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """True when both sizes are plain ints and differ. See NOTE [Sizes under compilation]."""
-    return type(a) is int and type(b) is int and a != b
+    """True when both sizes are plain ints and differ; symbolic ones are made to be equal.
+
+    See NOTE [Sizes under compilation].
+    """
+    if type(a) is int and type(b) is int:
+        return a != b
+    torch._check(
+        a == b,
+        lambda: f"k and positions must have the token dimensions of q, got sizes {a} and {b}",
+    )
+    return False
 
 
 def check_arguments(
@@ -156,7 +169,7 @@ def _check_broadcast(sizes: Sequence[int], positions: Tensor, q: Tensor) -> None
     lead = q.dim() - 2
     for i in range(1, len(sizes) + 1):
         size = sizes[-i]
-        if _differ(size, q.shape[lead - i]) and size != 1:
+        if not _is(size, 1) and _differ(size, q.shape[lead - i]):
             raise ValueError(
                 f"positions must broadcast to q.shape[:-2] = {tuple(q.shape[:-2])}, "
                 f"got {tuple(positions.shape)}"
@@ -185,7 +198,7 @@ def _check_axes(positions: Tensor, axes: Sequence[int], half: int, style: str, q
             f"{tuple(q.shape[:-2])}, got {tuple(positions.shape)}"
         )
     first = positions.shape[0] if positions.dim() else 1
-    if _differ(first, count) and first != 1:
+    if not _is(first, 1) and _differ(first, count):
         raise ValueError(
             f"positions must have {count} axes (or 1 for all) first, got {tuple(positions.shape)}"
         )
@@ -622,8 +635,7 @@ torch.library.register_vmap("rope_compile::rope", _rope_vmap, lib=LIB)
 torch.library.register_vmap("rope_compile::rope_", _rope_inplace_vmap, lib=LIB)
 
 
-# ---------------------------------------------------------------- what Inductor sees for CUDA
-# tensors
+# ---------------------------------------------------------------- what Inductor sees on a GPU
 
 
 def _lower_for_inductor(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -633,19 +645,23 @@ def _lower_for_inductor(mode: Any, func: Any, types: Any, args: Any, kwargs: Any
     projection passed as views. FunctionalTensorMode is private (torch 2.11 to 2.14);
     tests/test_inductor_cuda_text.py fails when it moves.
     """
-    module = _triton_module() if args[0].device.type == "cuda" and not mode.export else None
-    if module is None:  # torch.export keeps the operator too: a launch is for this machine only
+    # Another subclass comes first: a DTensor's rule finds the local tensors. torch.export keeps the
+    # operator too: a launch is for this machine only.
+    plain = set(types) <= {Tensor, FunctionalTensor} and not mode.export
+    module = _triton_module() if plain and args[0].device.type == "cuda" else None
+    if module is None:
         return mode.__torch_dispatch__(func, types, args, kwargs)
 
     def kernel(views: Pairs, at: Tensor, *rest: Any) -> None:
         module.launch(torch.library.wrap_triton(module.rope_kernel), views, at, *rest)
 
-    functional, in_place = _make_pair(kernel)
+    functional, _ = _make_pair(kernel)
     with mode:
-        return (functional if func is rope_op else in_place)(*args, **(kwargs or {}))
+        return functional(*args, **(kwargs or {}))
 
 
-for _name in ("rope", "rope_"):
-    torch.library.register_torch_dispatch(
-        f"rope_compile::{_name}", FunctionalTensorMode, _lower_for_inductor, lib=LIB
-    )
+# rope_ stays one opaque call: Inductor then rebuilds its views from their base and copies nothing.
+# A launch that both reads and writes two slices of one tensor costs two copies of the whole.
+torch.library.register_torch_dispatch(
+    "rope_compile::rope", FunctionalTensorMode, _lower_for_inductor, lib=LIB
+)

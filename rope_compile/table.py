@@ -160,6 +160,19 @@ def _fill(table: Tensor, inv_freq: Tensor, attention_scaling: float) -> None:
         torch.cuda.current_stream(table.device).synchronize()
 
 
+def mark_static(tensor: Tensor) -> None:
+    """``torch._dynamo.mark_static_address(tensor, guard=True)``, without importing Dynamo for it.
+
+    Code compiled from then on reads the tensor where it lies: CUDA graphs of Inductor do not copy
+    it at every replay, and code that got it as an argument recompiles for another one. Where it
+    comes with its module, Dynamo replaces the mark by its own, without the guard: the code then
+    reads the module at every call, and CUDA graphs record again for another address.
+    """
+    # The attribute that the function sets (torch 2.11 to 2.14); importing Dynamo takes 1.5 s, which
+    # eager captures need not spend. tests/test_cuda_graphs.py fails when it moves.
+    tensor._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
+
+
 class _Print(NamedTuple):
     """What a filled buffer looked like: enough to recognise it, and to say what happened to it."""
 
@@ -210,6 +223,7 @@ class RopeTable(nn.Module):
         self.device = canonical_device(device)
         self._lock = threading.RLock()
         self._frozen = 0
+        self._static = False
         self._prints: dict[str, _Print] = {}
         self._pinned: list[Tensor] = []
         self.register_buffer("cos_sin_cache", None, persistent=False)
@@ -343,9 +357,11 @@ class RopeTable(nn.Module):
     def pin(self) -> tuple[Tensor, Tensor]:
         """Keep the present storage alive as long as this table, whatever `reserve` does later.
 
-        A captured graph holds addresses, not references. Returns the two buffers.
+        A captured graph holds addresses, not references. Code compiled from now on takes the
+        buffers for static, see `mark_static`, and recompiles for others. Returns the two buffers.
         """
         with self._lock:
+            self._stay()
             pinned = (self.cos_sin_cache, self.inv_freq)
             for tensor in pinned:
                 if not any(tensor is other for other in self._pinned):
@@ -353,14 +369,21 @@ class RopeTable(nn.Module):
             return pinned
 
     def freeze(self) -> None:
-        """Refuse to grow until `thaw`; nests."""
+        """Refuse to grow until `thaw`; nests. Compiled code takes the buffers for static."""
         with self._lock:
             self._frozen += 1
+            self._stay()
 
     def thaw(self) -> None:
         """Undo one `freeze`."""
         with self._lock:
             self._frozen -= 1
+
+    def _stay(self) -> None:
+        """Static buffers, those of a later growth too."""
+        self._static = True
+        for tensor in (self.cos_sin_cache, self.inv_freq):
+            mark_static(tensor)
 
     @_eagerly
     def _publish(self, capacity: int) -> None:
@@ -374,6 +397,9 @@ class RopeTable(nn.Module):
         inv_freq = self._buffers["inv_freq"]
         if inv_freq is None or self._loss(inv_freq, self._prints["inv_freq"]) is not None:
             inv_freq = frequencies
+        if self._static:
+            mark_static(table)
+            mark_static(inv_freq)
         prints = {"cos_sin_cache": _fingerprint(table), "inv_freq": _fingerprint(inv_freq)}
         self._buffers["inv_freq"] = inv_freq
         self._buffers["cos_sin_cache"] = table

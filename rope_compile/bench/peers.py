@@ -41,7 +41,7 @@ def peers(cell: Cell, device: torch.device, names: tuple[str, ...] = ()) -> list
     """
     shape, on_cpu = cell.shape, device.type == "cpu"
     is_half = shape.style == "half"
-    formula: Formula = formulas.half if is_half else formulas.interleaved
+    formula = _over_heads(formulas.half if is_half else formulas.interleaved)
     apart: Formula = formulas.half_apart if is_half else formulas.interleaved_apart
     found: dict[str, Callable[[Case], Prepared]] = {
         "hf_eager": functools.partial(_formula, formula=formula),
@@ -78,6 +78,15 @@ def peers(cell: Cell, device: torch.device, names: tuple[str, ...] = ()) -> list
     return providers
 
 
+def _over_heads(formula: Formula) -> Formula:
+    """With the two ``unsqueeze`` that transformers' function does in every call."""
+
+    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        return formula(q, k, cos.unsqueeze(1), sin.unsqueeze(1))
+
+    return call
+
+
 def _compiled(formula: Formula, **options: bool) -> Formula:
     compiled: Formula = torch.compile(formula, dynamic=True, options=dict(options) or None)
     return compiled
@@ -96,7 +105,7 @@ def _back(result: tuple[Tensor, ...]) -> Pair:
 
 def _formula(case: Case, formula: Formula) -> Prepared:
     """cos and sin come gathered: transformers does that once for all layers."""
-    cos, sin = (x[None, None] for x in case.cos_sin(full=True))
+    cos, sin = (x[None] for x in case.cos_sin(full=True))
     call = functools.partial(formula, *_as_models_do(case), cos, sin)
     return Prepared(call, lambda: _back(call()))
 

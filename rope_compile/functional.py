@@ -186,7 +186,7 @@ def apply_rope(
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
     style: Style = "half",
-    attention_scaling: float = 1,
+    attention_scaling: float = 1,  # an int: dynamic=True makes a symbol of a default of 1.0
     inverse: bool = False,
     axes: Axes | Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -244,7 +244,7 @@ def apply_rope_(
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
     style: Style = "half",
-    attention_scaling: float = 1,
+    attention_scaling: float = 1,  # an int: dynamic=True makes a symbol of a default of 1.0
     inverse: bool = False,
     axes: Axes | Sequence[int] | None = None,
 ) -> None:

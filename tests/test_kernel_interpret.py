@@ -1,8 +1,7 @@
 """The Triton kernel's numbers, indexing and masks, in the Triton interpreter on the CPU.
 
 Run by tests/test_interpreter_tier.py in a process with TRITON_INTERPRET=1. The interpreter
-truncates
-at a bfloat16 store, so bfloat16 gets one more ulp here; strict rounding needs a GPU.
+truncates at a bfloat16 store, so bfloat16 gets one more ulp here; strict rounding needs a GPU.
 """
 
 from __future__ import annotations
@@ -102,6 +101,15 @@ def test_partial_widths_first_and_last(style, head_dim, rotary_dim, offset, inve
     assert torch.equal(out[..., outside], q[..., outside])
 
 
+@pytest.mark.parametrize("head_dims", [(8, 20), (20, 8), (12, 20)])
+def test_q_and_k_have_widths_of_their_own(head_dims) -> None:
+    """Either may have channels that pass through where the other has none."""
+    positions = edge_positions(ROWS)
+    q = randn(len(positions), 3, head_dims[0], seed=1)
+    k = randn(len(positions), 2, head_dims[1], seed=2)
+    check(q, k, positions, rest_of(8))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_every_dtype(dtype, style: str) -> None:
@@ -132,9 +140,33 @@ def test_every_head_count(heads) -> None:
     check(q, None, positions, rest_of(8))
 
 
+@pytest.mark.parametrize(
+    ("programs", "heads", "style"),
+    [(1, (9, 17), "half"), (1, (7, 1), "interleaved"), (10, (9, 17), "interleaved")],
+)
+def test_one_program_walks_several_heads(monkeypatch, programs, heads, style) -> None:
+    """As many tokens as a GPU needs for it would take the interpreter too long."""
+    from rope_compile.kernels import triton_rope
+
+    monkeypatch.setattr(triton_rope, "RESIDENT_PROGRAMS", programs)
+    positions = torch.randint(-20, 300, (40,), generator=torch.Generator().manual_seed(1))
+    q, k = randn(40, heads[0], 24, seed=1), randn(40, heads[1], 24, seed=2)
+    check(q, k, positions, rest_of(16, style=style, offset=4))
+
+
+def test_blocks_of_tokens_beyond_one_axis_of_the_grid(monkeypatch) -> None:
+    """65535 programs end an axis; here 3, so that the third axis counts on, past the last block."""
+    from rope_compile.kernels import triton_rope
+
+    monkeypatch.setattr(triton_rope, "GRID_LIMIT", type(triton_rope.GRID_LIMIT)(3))
+    positions = torch.randint(-20, 300, (2, 130), generator=torch.Generator().manual_seed(1))
+    q, k = guarded(randn(2, 130, 2, 8, seed=1))[0], randn(2, 130, 1, 8, seed=2)
+    check(q, k, positions, rest_of(8))
+
+
 @pytest.mark.parametrize("lead", [(1,), (3,), (17,), (130,), (2, 9), (70, 1), (2, 3, 5), (0,)])
 def test_every_token_count_and_rank(lead) -> None:
-    """Both tiles, a batch of single tokens, more than two token dimensions, none at all."""
+    """One block and several, a batch of single tokens, more than two token dimensions, none."""
     q, k = randn(*lead, 3, 8, seed=1), randn(*lead, 1, 8, seed=2)
     for shape in (lead, lead[-1:]):
         positions = torch.randint(-20, 300, shape, generator=torch.Generator().manual_seed(1))
@@ -170,11 +202,12 @@ def test_multi_axis(style: str, axes) -> None:
     check(randn(2, 5, 3, 20, seed=1), randn(2, 5, 1, 20, seed=2), positions, rest)
 
 
-def test_many_lanes_and_axes_unpack_right() -> None:
-    """64 lanes over 16 axes: the packed map has more than one word, every nibble is used."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_lanes_and_axes_unpack_right(dtype: torch.dtype) -> None:
+    """64 lanes over 16 axes, 4 or 8 lanes a word: every bit of it is used, the sign too."""
     axes = tuple((7 * i + i // 5) % 16 for i in range(64))
     positions = torch.randint(-9, 300, (16, 4))
-    check(randn(4, 2, 128), None, positions, rest_of(128, axes=axes))
+    check(randn(4, 2, 128, dtype=dtype), None, positions, rest_of(128, axes=axes))
 
 
 def test_text_positions_on_a_multi_axis_config_equal_plain() -> None:

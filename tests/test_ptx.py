@@ -1,7 +1,8 @@
 """The Triton kernel's machine code, compiled ahead of time for GPUs that need not be here.
 
 Each shipped configuration moves q and k in 16-byte accesses, keeps nothing in shared memory and
-spills nothing. ``aot.audit`` finds out which access belongs to which tensor.
+spills nothing. ``bench/kernel_audit.py`` finds out which access belongs to which tensor, and gates
+many more variants; here is what has a reason of its own.
 """
 
 from __future__ import annotations
@@ -10,20 +11,33 @@ import re
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
-from aot import TARGETS, Launch, audit, compile_launch, ptxas_report
+from rope_compile.kernels import triton_rope
+
+from aot import (
+    ALTERNATING,
+    BLOCKS,
+    FULL_WIDTH,
+    POINTER,
+    Q_AND_K,
+    REGISTERS,
+    TARGETS,
+    Launch,
+    audit,
+    compile_launch,
+    ptxas_report,
+)
 
 NVIDIA = [name for name, target in TARGETS.items() if target.backend == "cuda"]
-CHUNKED = (0,) * 16 + (1,) * 24 + (2,) * 24
-Q_AND_K = ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr")
 
 # What is served and trained: each differs from the first in one thing.
 SHIPPED = {
     "prefill": Launch(),
-    "decode": Launch(tokens=4),
     "interleaved": Launch(style="interleaved"),
-    "interleaved decode": Launch(tokens=4, style="interleaved"),
+    "interleaved to half": Launch(style="interleaved_to_half"),
+    "half to interleaved": Launch(style="interleaved_to_half", inverse=True),
     "width 64": Launch(head_dim=64),
     "width 64 interleaved": Launch(head_dim=64, style="interleaved"),
     "first 96 of 128": Launch(rotary_dim=96),
@@ -37,7 +51,9 @@ SHIPPED = {
     "packed qkv": Launch(layout="packed_qkv"),
     "in place, packed qkv": Launch(layout="packed_qkv", in_place=True),
     "backward": Launch(inverse=True),
-    "three axes": Launch(lane_axes=CHUNKED),
+    "three axes": Launch(lane_axes=BLOCKS),
+    "alternating axes": Launch(lane_axes=ALTERNATING),
+    "blocks of half style": Launch(lane_axes=BLOCKS, style="half_blocks", in_place=True),
     "exact phase": Launch(exact_phase=True),
     "int32 positions": Launch(positions_dtype=torch.int32),
     "table only": Launch(computes_rows=False),
@@ -45,14 +61,13 @@ SHIPPED = {
 
 
 # sm_90 sees every configuration; the other targets those that stand for a kind of code.
-ON_ALL = ("prefill", "decode", "interleaved", "first 96 of 128", "float32", "three axes")
+ON_ALL = ("prefill", "interleaved", "first 96 of 128", "float32", "alternating axes")
 CASES = [
     pytest.param(SHIPPED[name], target, id=f"{target}, {name}")
     for target in TARGETS
     for name in SHIPPED
     if target == "sm_90" or name in ON_ALL
 ]
-NVIDIA_CASES = [case for case in CASES if case.values[1] in NVIDIA]
 
 
 @pytest.mark.parametrize(("launch", "target"), CASES)
@@ -62,29 +77,29 @@ def test_nothing_is_spilled_or_shared(launch: Launch, target: str):
     assert (found.spill_bytes, found.shared_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize(("launch", "target"), NVIDIA_CASES)
+@pytest.mark.parametrize(("launch", "target"), CASES)
 def test_q_and_k_move_in_16_byte_accesses(launch: Launch, target: str):
     found = audit(launch, target)
     assert found.widths(*Q_AND_K) == {16}, found.accesses
     assert {*found.accesses} >= {"q_ptr load", "k_ptr load", "q_out_ptr store", "k_out_ptr store"}
 
 
-@pytest.mark.parametrize(("launch", "target"), NVIDIA_CASES)
+@pytest.mark.parametrize(("launch", "target"), CASES)
 def test_table_rows_are_read_in_16_byte_accesses(launch: Launch, target: str):
     """Less only where a thread has fewer lanes of one row, next to 16 bytes of x.
 
-    Lanes that follow different axes find their rows one by one.
+    Also where lanes alternate between axes: whole vectors of every axis, and a choice.
     """
-    lanes = 16 // launch.dtype.itemsize // (2 if launch.style == "interleaved" else 1)
-    width = 4 if launch.lane_axes else min(16, 4 * lanes)
-    assert audit(launch, target).widths("cos_sin_cache_ptr") == {width}
+    lanes = launch.arguments()["VECTOR"]
+    assert audit(launch, target).widths("cos_sin_cache_ptr") == {min(16, 4 * lanes)}
 
 
-@pytest.mark.parametrize("name", ON_ALL)
-def test_amd_accesses_are_whole_dwords(name: str):
-    """gfx942: no access below 4 bytes, so no element is moved by itself."""
-    found = audit(SHIPPED[name], "gfx942")
-    assert min(found.widths("any")) >= 4, found.accesses
+@pytest.mark.parametrize("target", TARGETS)
+def test_two_angles_a_lane_move_8_bytes(target: str):
+    """Full-width axes: 8 lanes a thread would hold a table row of 32 registers."""
+    found = audit(Launch(lane_axes=FULL_WIDTH), target)
+    assert found.widths(*Q_AND_K) == {8}
+    assert (found.spill_bytes, found.shared_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("layout", ["odd_stride", "odd_pointer"])
@@ -111,8 +126,7 @@ def test_spills_would_be_seen():
 def test_rounding_does_not_hang_on_a_compiler_flag(style: str, inverse: bool):
     """Every fused multiply-add is written out: fusion finds no sum to change."""
     launch = Launch(style=style, inverse=inverse, computes_rows=False)
-    arguments = launch.arguments()
-    lanes_per_thread = arguments["BLOCK"] // (32 * arguments["num_warps"])
+    lanes_per_thread = launch.arguments()["VECTOR"]
     for fused in (True, False):
         ptx = compile_launch(launch, "sm_90", enable_fp_fusion=fused).asm["ptx"]
         fused_sums = re.findall(r"\bfma\.rn\.f32.*", ptx)
@@ -142,11 +156,10 @@ def binary(launch: Launch) -> tuple[object, ...]:
     )
 
 
-def test_token_counts_share_two_binaries():
-    """One for decode and one for prefill, whatever the count: nothing compiles while serving."""
+def test_token_counts_share_a_binary():
+    """Decode and prefill, whatever the count: nothing compiles while serving."""
     counts = (1, 2, 3, 16, 17, 64, 65, 256, 4095, 4096, 100003)
-    assert len({binary(Launch(tokens=tokens)) for tokens in counts}) == 2
-    assert len({binary(Launch(tokens=tokens)) for tokens in counts if tokens > 64}) == 1
+    assert len({binary(Launch(tokens=tokens)) for tokens in counts}) == 1
 
 
 def test_strides_share_a_binary():
@@ -156,13 +169,37 @@ def test_strides_share_a_binary():
     assert binary(Launch(layout="odd_stride")) != binary(launches[0])  # the twin
 
 
-# Registers a thread. 64 let an SM keep 1024 threads in flight, as many as hide its memory latency.
-# A decode step has too few programs to fill the SMs, so there a few more cost nothing; Triton 3.6
-# needs a few more than later ones for three axes.
-CEILINGS = {"prefill": 64, "interleaved": 64, "table only": 64, "three axes": 72, "decode": 72}
+@pytest.mark.parametrize("tokens", [1, 16, 100, 1000, 4096, 100_000, 2_000_000])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (1, 0), (128, 1), (7, 5)])
+def test_grid_covers_every_head_of_every_token(tokens: int, heads: tuple[int, int]):
+    """Once, with programs enough to fill a GPU wherever there are heads enough to make them."""
+    grid, arguments = Launch(tokens=tokens, heads=heads, head_dim=64).grid_and_arguments()
+    walked, blocks = arguments["heads_per_program"], -(-tokens // arguments["TOKENS"])
+    assert grid[0] == sum(-(-count // walked) for count in heads)
+    assert grid[1] * grid[2] >= blocks > grid[1] * (grid[2] - 1)
+    assert max(grid[1:]) <= 65535
+    assert 1 <= walked <= 8
+    assert walked == 1 or grid[0] * blocks >= triton_rope.RESIDENT_PROGRAMS
 
 
-@pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("name", CEILINGS)
-def test_register_ceiling(name: str, target: str):
-    assert audit(SHIPPED[name], target).registers <= CEILINGS[name]
+def test_a_number_that_is_always_1_may_be_a_constant():
+    """Inductor turns it into one, whatever the kernel says about specialisation."""
+    kernel, arguments = triton_rope.rope_kernel, Launch().arguments()
+    signature, constexprs = {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments.pop(parameter.name)
+        if isinstance(value, Tensor):
+            signature[parameter.name] = POINTER[value.dtype]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "constexpr"
+            constexprs[(index,)] = value if parameter.is_constexpr else 1
+    source = triton.compiler.ASTSource(kernel, signature, constexprs, {})
+    assert triton.compile(source, target=TARGETS["sm_90"], options=arguments).asm["ptx"]
+
+
+@pytest.mark.parametrize(("launch", "target"), [case for case in CASES if case.values[1] in NVIDIA])
+def test_register_ceiling(launch: Launch, target: str):
+    """64 let an SM keep 1024 threads in flight, as many as hide the latency of its memory."""
+    assert audit(launch, target).registers <= REGISTERS["cuda"]

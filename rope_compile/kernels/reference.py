@@ -133,8 +133,9 @@ def angles(
         lanes, by_lane = None, positions.unsqueeze(-1)
         if lane_axes:
             lanes = torch.arange(half, device=positions.device)
-            index = torch.tensor(lane_axes, device=positions.device)
-            by_lane = positions.index_select(0, index).movedim(0, -1)
+            # No index tensor: to upload one would wait for the device.
+            planes = positions.unbind(0)
+            by_lane = torch.stack([planes[axis] for axis in lane_axes], dim=-1)
         cos, sin = gather_cos_sin(by_lane, lanes, cos_sin_cache, inv_freq, attention_scaling)
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Last, so that an installed package comes before the source tree: for the scripts in bench/.
+sys.path.append(str(Path(__file__).parents[1]))
+
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # Before anything here imports the package: a process that finds the native kernel built runs
     # it as users will from their second process on.
@@ -19,6 +22,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         cwd=Path(__file__).parents[1],
         check=True,
     )
+
+# The processes of a parallel run share the cores; tests that need threads say how many.
+torch.set_num_threads(
+    max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

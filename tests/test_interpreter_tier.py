@@ -22,7 +22,7 @@ def test_interpreter_tier_passes_in_its_own_process(
 ) -> None:
     """Every test marked ``interpret`` runs and passes; none is skipped and some were collected."""
     output = run_child(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "interpret", str(TIER)),
+        *("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "interpret", str(TIER)),
         TRITON_INTERPRET="1",
     )
     closing = output.strip().splitlines()[-1]

@@ -737,12 +737,15 @@ def launch_arguments(
     heads = heads_per_program(token_blocks, compiled["Q_HEADS"] + compiled["K_HEADS"])
     groups = sum((compiled[name] + heads - 1) // heads for name in ("Q_HEADS", "K_HEADS"))
     in_place = q_out is q
+    # An absent k is stood in for by the table: given q twice, Inductor would compute q twice.
+    absent = len(pairs) == 1
+    k_pointer, k_out_pointer = (cos_sin_cache,) * 2 if absent else (k, k_out)
     copies = (
         not in_place and compiled["Q_HEAD_DIM"] + compiled["K_HEAD_DIM"] > 4 * compiled["LANES"]
     )
     limit = GRID_LIMIT.value
     arguments: dict[str, object] = {
-        "q_ptr": q, "k_ptr": k, "q_out_ptr": q_out, "k_out_ptr": k_out,
+        "q_ptr": q, "k_ptr": k_pointer, "q_out_ptr": q_out, "k_out_ptr": k_out_pointer,
         "positions_ptr": positions, "cos_sin_cache_ptr": cos_sin_cache,
         "inv_freq_ptr": cos_sin_cache if inv_freq is None else inv_freq,
         "batch_size": batch, "seq": seq, "rows": cos_sin_cache.shape[0],

@@ -549,7 +549,8 @@ def _rope_autograd(q: Tensor, k: Tensor | None, *rest: Any) -> Any:
             "use torch.autograd (backward, grad, forward_ad), which is right to every order; "
             "torch.vmap works"
         )
-    return _Rotation.apply(q, k, *rest)  # type: ignore[no-untyped-call]
+    apply: Any = _Rotation.apply  # typed in torch 2.14, not before
+    return apply(q, k, *rest)
 
 
 LIB.impl("rope", _rope_autograd, "Autograd")

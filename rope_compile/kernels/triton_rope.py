@@ -388,11 +388,13 @@ def rotate_heads(
                 )  # fmt: skip
             else:
                 cos_high, sin_high = cos_low, sin_low
-            # Read again rather than kept across the trigonometry: 8 registers.
-            x_low, x_high = load_pair(
-                x_tile_ptr + start_head * x_head + token * x_seq, low, high, first, in_tile,
-                READ, MOVES, STRIDE_D, VECTORS, VECTOR,
-            )  # fmt: skip
+            if not MOVES:
+                # Read again rather than kept across the trigonometry: 8 registers. Where channels
+                # move, ptxas made 8 bytes of spills of it (sm_80, sm_100).
+                x_low, x_high = load_pair(
+                    x_tile_ptr + start_head * x_head + token * x_seq, low, high, first, in_tile,
+                    READ, MOVES, STRIDE_D, VECTORS, VECTOR,
+                )  # fmt: skip
 
     for head in range(start_head, stop_head):
         # The next head's x is under way while this one's is rotated.

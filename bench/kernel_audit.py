@@ -608,16 +608,19 @@ def verdict(found: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """One line for each target, and how many gates failed."""
+    """Lines for each target, aligned and unaligned memory apart, and how many gates failed."""
     lines = []
-    for target in dict.fromkeys(found.target for found in rows):
-        of = [found for found in rows if found.target == target]
-        aligned = [found for found in of if found.aligned]
+    for (target, aligned), group in itertools.groupby(
+        sorted(rows, key=lambda found: (list(TARGETS).index(found.target), not found.aligned)),
+        key=lambda found: (found.target, found.aligned),
+    ):
+        of = list(group)
         lines.append(
-            f"{target}: {len(of)} variants, {sum(found.wide for found in aligned)} of "
-            f"{len(aligned)} aligned ones wide, at most {max(found.registers for found in of)} "
-            f"registers, {sum(found.spill_bytes for found in of)} bytes spilled, "
-            f"{sum(found.shared_bytes for found in of)} bytes of shared memory"
+            f"{target}, {'aligned' if aligned else 'unaligned'}: {len(of)} variants, "
+            f"{sum(found.wide for found in of)} wide, "
+            f"up to {max(found.registers for found in of)} registers, "
+            f"{max(found.spill_bytes for found in of)} bytes spilled and "
+            f"{max(found.shared_bytes for found in of)} of shared memory"
         )
     failed = sum(bool(found.faults) for found in rows)
     lines.append(f"{failed} of {len(rows)} variants fail a gate" if failed else "every gate holds")

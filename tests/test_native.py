@@ -202,7 +202,7 @@ def test_outside_the_table_any_position_is_right(dtype, phase_dtype) -> None:
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_output_above_the_mapping_threshold(dtype) -> None:
-    """Such outputs are written past the caches; 34 MB of q, a partial rotation, an odd row."""
+    """Such outputs are asked for in huge pages; 34 MB of q, a partial rotation, an odd row."""
     tokens = 34 * 2**20 // (32 * 96 * dtype.itemsize)
     q, k = randn(tokens, 32, 96, seed=1, dtype=dtype), randn(tokens, 2, 96, seed=2, dtype=dtype)
     rest = (inside(tokens), table_of(40), None, (), "half", 8, 1.0, False)

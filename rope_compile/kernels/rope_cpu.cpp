@@ -279,25 +279,12 @@ struct Side {
   const char* x;
   char* out;
   bool in_place;
-  bool streamed;  // the output is written past the caches; see prepare_large
   int64_t itemsize, heads, head_dim, x_head, x_channel, out_head, out_channel;
   int64_t x_lead[MAX_LEAD], out_lead[MAX_LEAD];
   int64_t half, offset;
   const int64_t* blocks;  // first lane of every block of style half_blocks, then half; or null
   RotateToken rotate;
 };
-
-// Memory that will not be read back soon goes past the caches, which saves reading the lines first.
-inline void stream(void* out, const void* from, int64_t bytes) {
-#ifdef __SSE2__
-  for (int64_t i = 0; i < bytes; i += 16)
-    _mm_stream_si128(
-        reinterpret_cast<__m128i*>(static_cast<char*>(out) + i),
-        _mm_load_si128(reinterpret_cast<const __m128i*>(static_cast<const char*>(from) + i)));
-#else
-  std::memcpy(out, from, bytes);
-#endif
-}
 
 template <Pairing READ, Pairing WRITTEN, typename F, typename T = typename F::Element>
 inline void rotate_rotated(const Side& side, const T* x, T* out, const Angles& at) {
@@ -320,7 +307,7 @@ void rotate_token(
   for (int64_t head = 0; head < side.heads; ++head) {
     const T* x = static_cast<const T*>(x_token) + head * side.x_head;
     T* out = static_cast<T*>(out_token) + head * side.out_head;
-    if (dense && !side.streamed) {
+    if (dense) {
       if (passes) {
         std::memcpy(out, x, side.offset * sizeof(T));
         std::memcpy(out + stop, x + stop, (side.head_dim - stop) * sizeof(T));
@@ -344,10 +331,7 @@ void rotate_token(
       std::memcpy(moved, head_copy + side.offset, width * sizeof(T));
       rotate_rotated<READ, WRITTEN, F>(side, moved, head_copy + side.offset, at);
     }
-    if (side.streamed)
-      stream(out, head_copy, side.head_dim * sizeof(T));
-    else
-      for (int64_t i = first; i < last; ++i) out[i * side.out_channel] = head_copy[i];
+    for (int64_t i = first; i < last; ++i) out[i * side.out_channel] = head_copy[i];
   }
 }
 
@@ -500,9 +484,6 @@ void run(const Call& call) {
       }
       for (int d = call.lead - 1; d >= 0 && ++index[d] == call.sizes[d]; --d) index[d] = 0;
     }
-#ifdef __SSE2__
-    _mm_sfence();
-#endif
   });
 }
 
@@ -512,26 +493,18 @@ void run(const Call& call) {
 // 4 KB when it is first written.
 constexpr int64_t LARGE_BYTES = int64_t{32} << 20;
 
-// How a large output is best written. Fresh pages: asked for in pieces of 2 MB, and through the
-// caches, where the kernel has just zeroed them. Pages that are there already: past the caches,
-// which saves reading the lines before they are overwritten. Measured with q of 67 MB, float32, 2
-// threads: 22 to 10 ms, and 6.8 to 4.6 ms; the wrong choice costs a fifth in either case.
-bool prepare_large(const Tensor& out) {
-#ifdef __linux__
-  constexpr uintptr_t PAGE = 4096, HUGE_PAGE = uintptr_t{2} << 20;
+// Ask for them in pieces of 2 MB: q of 67 MB, float32, 2 threads, takes 10 ms instead of 22. No store
+// goes past the caches: it gains a third where all pages are there already, and loses a factor of 2
+// to 4 where some are not, which nothing here can tell.
+void ask_for_huge_pages(const Tensor& out) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t HUGE_PAGE = uintptr_t{2} << 20;
+  if (static_cast<int64_t>(out.nbytes()) < LARGE_BYTES) return;
   const auto start = reinterpret_cast<uintptr_t>(out.mutable_data_ptr());
-  const auto stop = start + out.nbytes();
-  const auto middle = (start + (stop - start) / 2) / PAGE * PAGE;
-  unsigned char resident = 0;
-  if (mincore(reinterpret_cast<void*>(middle), 1, &resident) == 0 && resident & 1)
-    return true;
-#ifdef MADV_HUGEPAGE
   const auto first = (start + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-  const auto last = stop / HUGE_PAGE * HUGE_PAGE;
+  const auto last = (start + out.nbytes()) / HUGE_PAGE * HUGE_PAGE;
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
-#endif
-  return false;
 }
 
 // Whether the memory is there: a storage resized to nothing leaves its tensors their shapes.
@@ -720,11 +693,10 @@ Rotated rope(ROPE_PARAMETERS) {
   for (int s = 0; s < call.side_count; ++s) {
     const Tensor& x = s ? *k : q;
     Tensor out = at::detail::empty_cpu(x.sizes(), x.scalar_type());
+    ask_for_huge_pages(out);
     Side& side = call.sides[s];
     side.out = static_cast<char*>(out.mutable_data_ptr());
     side.in_place = false;
-    side.streamed = static_cast<int64_t>(out.nbytes()) >= LARGE_BYTES && prepare_large(out) &&
-        side.head_dim * side.itemsize % 16 == 0;
     side.out_channel = 1;
     side.out_head = side.head_dim;
     int64_t step = side.heads * side.head_dim;
@@ -754,7 +726,6 @@ void rope_(ROPE_PARAMETERS) {
     Side& side = call.sides[s];
     side.out = static_cast<char*>((s ? *k : q).mutable_data_ptr());
     side.in_place = true;
-    side.streamed = false;
     side.out_channel = side.x_channel;
     side.out_head = side.x_head;
     std::copy(side.x_lead, side.x_lead + call.lead, side.out_lead);

@@ -86,6 +86,20 @@ def _as_one_axis(positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Sequ
     return positions, (0,) * (cos_sin_cache.shape[1] // 2)
 
 
+def _attend(
+    q: Tensor, positions: Tensor, cos_sin_cache: Tensor, lane_axes: Sequence[int]
+) -> tuple[Tensor, Tensor, Sequence[int]]:
+    """What compiling, the debug check and tensor subclasses ask for before the operator."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _Debug.enabled:
+        _check_bounds(positions, cos_sin_cache)
+    if compiling and not lane_axes and torch.compiler.is_exporting():
+        positions, lane_axes = _as_one_axis(positions, cos_sin_cache)
+    if type(q) is not Tensor:
+        cos_sin_cache = _meet(q, cos_sin_cache)
+    return positions, cos_sin_cache, lane_axes
+
+
 def rotate(
     q: Tensor,
     k: Tensor | None,
@@ -99,14 +113,10 @@ def rotate(
     inverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The operator behind the debug check; arguments as in the schema of ``rope``."""
-    compiling = torch.compiler.is_compiling()
-    if not compiling and _Debug.enabled:
-        _check_bounds(positions, cos_sin_cache)
-    if compiling and not lane_axes and torch.compiler.is_exporting():
-        positions, lane_axes = _as_one_axis(positions, cos_sin_cache)
-    if type(q) is not Tensor:
-        cos_sin_cache = _meet(q, cos_sin_cache)
-    operator = rope_op if compiling else _rope
+    operator = _rope
+    if torch.compiler.is_compiling() or _Debug.enabled or type(q) is not Tensor:
+        operator = rope_op
+        positions, cos_sin_cache, lane_axes = _attend(q, positions, cos_sin_cache, lane_axes)
     return operator(  # type: ignore[no-any-return]
         q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
         attention_scaling, inverse,
@@ -126,14 +136,10 @@ def rotate_(
     inverse: bool,
 ) -> None:
     """In-place twin of :func:`rotate`."""
-    compiling = torch.compiler.is_compiling()
-    if not compiling and _Debug.enabled:
-        _check_bounds(positions, cos_sin_cache)
-    if compiling and not lane_axes and torch.compiler.is_exporting():
-        positions, lane_axes = _as_one_axis(positions, cos_sin_cache)
-    if type(q) is not Tensor:
-        cos_sin_cache = _meet(q, cos_sin_cache)
-    operator = rope_inplace_op if compiling else _rope_inplace
+    operator = _rope_inplace
+    if torch.compiler.is_compiling() or _Debug.enabled or type(q) is not Tensor:
+        operator = rope_inplace_op
+        positions, cos_sin_cache, lane_axes = _attend(q, positions, cos_sin_cache, lane_axes)
     operator(
         q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
         attention_scaling, inverse,

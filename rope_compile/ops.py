@@ -399,14 +399,18 @@ def _cuda_kernel(views: Pairs, at: Tensor, *rest: Any) -> None:
         module.launch(module.rope_kernel, views, at, *rest)
 
 
+def _check_call(q: Tensor, k: Tensor | None, positions: Tensor, *rest: Any) -> None:
+    check_arguments(q, k, positions, *rest[:5])
+    check_alive(q=q, k=k, positions=positions, cos_sin_cache=rest[0], inv_freq=rest[1])
+
+
 def _make_pair(kernel: Any) -> tuple[Any, Any]:
     """Functional and in-place implementation around one kernel."""
 
     def functional(
         q: Tensor, k: Tensor | None, positions: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor | None]:
-        check_arguments(q, k, positions, *rest[:5])
-        check_alive(q=q, k=k, positions=positions, cos_sin_cache=rest[0], inv_freq=rest[1])
+        _check_call(q, k, positions, *rest)
         q_out = allocate_output(q)
         k_out = None if k is None else allocate_output(k)
         pairs = [(q_out, q)] if k is None or k_out is None else [(q_out, q), (k_out, k)]
@@ -414,8 +418,7 @@ def _make_pair(kernel: Any) -> tuple[Any, Any]:
         return q_out, k_out
 
     def in_place(q: Tensor, k: Tensor | None, positions: Tensor, *rest: Any) -> None:
-        check_arguments(q, k, positions, *rest[:5])
-        check_alive(q=q, k=k, positions=positions, cos_sin_cache=rest[0], inv_freq=rest[1])
+        _check_call(q, k, positions, *rest)
         check_in_place(rest[3])
         check_writable(q, k)
         _run(kernel, [(q, q)] if k is None else [(q, q), (k, k)], positions, *rest)

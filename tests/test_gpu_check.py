@@ -25,15 +25,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import rope_compile as rc
-from rope_compile import table
-from rope_compile.bench import rows as bench_rows
-from rope_compile.bench.rows import Row
-
-from support import run_child
-
-# Last, so that an installed rope_compile stays the one that is tested.
-sys.path.append(str(Path(__file__).parents[1]))
-
 from bench import gpu_check
 from bench.gpu_checks import (
     compiled,
@@ -47,6 +38,11 @@ from bench.gpu_checks import (
     summary,
 )
 from bench.gpu_checks.registry import Check, Context, NotRun, Outcome
+from rope_compile import table
+from rope_compile.bench import rows as bench_rows
+from rope_compile.bench.rows import Row
+
+from support import run_child
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aot import BLOCKS, FULL_WIDTH, Q_AND_K, TARGETS, Launch, audit, kernel_audit
+from bench import kernel_audit
+from bench.kernel_audit import BLOCKS, FULL_WIDTH, Q_AND_K, TARGETS, Launch, audit
 
 ROOT = Path(kernel_audit.__file__).parents[1]
 

@@ -14,9 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rope_compile.kernels import triton_rope
-
-from aot import (
+from bench.kernel_audit import (
     ALTERNATING,
     BLOCKS,
     FULL_WIDTH,
@@ -29,6 +27,7 @@ from aot import (
     compile_launch,
     ptxas_report,
 )
+from rope_compile.kernels import triton_rope
 
 NVIDIA = [name for name, target in TARGETS.items() if target.backend == "cuda"]
 

@@ -1,18 +1,17 @@
-"""Timing for the stage "speed": inputs drawn on the device, timers, and rounds as rows."""
+"""Timing for the stage "speed": inputs, timers, and rounds as rows."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from bench.gpu_checks.registry import Context
 from rope_compile.bench import shapes
-from rope_compile.bench.case import Case, Pair
+from rope_compile.bench.case import Case
 from rope_compile.bench.matrix import cell_rows, describe
 from rope_compile.bench.protocol import Samples, interleave, ratio, spread
 from rope_compile.bench.providers import OURS, Provider
@@ -21,8 +20,6 @@ from rope_compile.bench.shapes import SHAPES, Cell
 from rope_compile.bench.timers import CpuTimer, CudaGraphTimer, Prepared, Timer
 
 __all__ = [
-    "DeviceCase",
-    "OneStreamTimer",
     "cases",
     "cell_of",
     "race",
@@ -50,50 +47,6 @@ def small_tables(context: Context) -> Iterator[None]:
         yield
 
 
-class DeviceCase(Case):
-    """Inputs drawn on the device: from the host, those of 32768 tokens take seconds."""
-
-    def _slices(self, heads: int, row: int) -> Tensor:
-        size = (self.cell.tokens, heads, self.cell.shape.head_dim)
-        rows = torch.empty(*size[:2], row or size[2], dtype=self.dtype, device=self.device)
-        return rows[..., -size[2] :].normal_()
-
-    def poisoned(self) -> Pair:
-        nan = float("nan")
-        q, k = (torch.full(x.shape, nan, dtype=x.dtype, device=x.device) for x in (self.q, self.k))
-        return q, k
-
-
-class OneStreamTimer(CudaGraphTimer):
-    """Warms up on the stream that is captured.
-
-    Autograd runs a backward pass on the stream of its forward pass, which must be the captured one.
-    """
-
-    def sampler(self, prepared: Sequence[Prepared]) -> Callable[[], float]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for one in prepared:
-                one.call()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for number in range(self._calls):
-                prepared[number % len(prepared)].call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def sample() -> float:
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            milliseconds: float = start.elapsed_time(end)
-            return milliseconds / 1e3 / self._calls
-
-        return sample
-
-
 def cell_of(context: Context, shape: str, tokens: int) -> Cell:
     """A cell in bfloat16; a dry run takes a few tokens of it."""
     if context.gpu:
@@ -101,18 +54,18 @@ def cell_of(context: Context, shape: str, tokens: int) -> Cell:
     return Cell(SHAPES[shape], "bfloat16", min(tokens, 5), torch.get_num_threads())
 
 
-def timer_for(context: Context, cell: Cell, *, cold: bool, one_stream: bool = False) -> Timer:
+def timer_for(context: Context, cell: Cell, *, cold: bool) -> Timer:
     if not context.gpu:
         return CpuTimer(shortest_sample_s=20e-6)
-    kind = OneStreamTimer if one_stream else CudaGraphTimer
     calls = int(_SAMPLE_S * _EXPECTED_BYTES_PER_S / cell.copy_bytes)
     calls = max(_FEWEST_CALLS, min(_MOST_CALLS, calls))
-    return kind.cold(cell.copy_bytes, context.device, calls) if cold else kind(1, calls, "warm")
+    if cold:
+        return CudaGraphTimer.cold(cell.copy_bytes, context.device, calls)
+    return CudaGraphTimer(1, calls, "warm")
 
 
 def cases(context: Context, cell: Cell, timer: Timer) -> list[Case]:
-    kind = DeviceCase if context.gpu else Case
-    return [kind(cell, context.device, seed) for seed in range(timer.input_sets)]
+    return [Case(cell, context.device, seed) for seed in range(timer.input_sets)]
 
 
 def rounds_of(context: Context) -> int:
@@ -125,14 +78,13 @@ def timed(
     everybody: Sequence[Provider],
     *,
     cold: bool,
-    one_stream: bool = False,
     **columns: object,
 ) -> None:
     """The benchmark's own table of a cell; ``columns`` replace what its rows say about themselves.
 
     A wrong result of ours is a failure of the check; whoever else is wrong has a row that says so.
     """
-    timer = timer_for(context, cell, cold=cold, one_stream=one_stream)
+    timer = timer_for(context, cell, cold=cold)
     found = cell_rows(cases(context, cell, timer), everybody, timer, rounds_of(context))
     for row in found:
         if row.provider.startswith(OURS) and row.y_50 is None:

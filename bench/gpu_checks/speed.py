@@ -142,7 +142,7 @@ def training(context: Context) -> None:
                 columns = {"mode": mode}
                 if mode == "full":  # twice the bytes that the cell counts
                     columns |= {"bytes": None, "gb_per_s": None}
-                timed(context, cell, everybody, cold=True, one_stream=True, **columns)
+                timed(context, cell, everybody, cold=True, **columns)
 
 
 @register(CHECKS, "speed.host", seconds=25)

@@ -15,7 +15,8 @@ from torch import Tensor
 import rope_compile as rc
 from rope_compile.bench import formulas
 from rope_compile.bench.case import Case, Pair
-from rope_compile.bench.providers import OURS, Missing, Provider
+from rope_compile.bench.peers import heads_first, liger_function, tokens_first
+from rope_compile.bench.providers import OURS, Provider
 from rope_compile.bench.shapes import OUT_FRESH
 from rope_compile.bench.timers import Prepared
 
@@ -89,48 +90,33 @@ def _ours(case: Case, *, full: bool) -> Prepared:
     return Prepared(derivative.call, derivative.result)
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """``[1, heads, tokens, head_dim]``, as transformers' attention views it."""
-    return x[None].transpose(1, 2)
-
-
 def _formula(case: Case, *, full: bool, formula: Formula) -> Prepared:
     cos, sin = (x[None, None] for x in case.cos_sin(full=True))
     sin = -sin
 
     def rotate_back(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return formula(_heads_first(q), _heads_first(k), cos, sin)
+        return formula(heads_first(q), heads_first(k), cos, sin)
 
     q, k = case.contiguous
-    incoming = _heads_first(q), _heads_first(k)
+    incoming = heads_first(q), heads_first(k)
     derivative = _Derivative(case, rotate_back, incoming, full=full)
     return Prepared(derivative.call, derivative.result)
 
 
 def _liger(case: Case, *, full: bool) -> Prepared:
     """It rotates the incoming gradients where they lie, so it gets copies, and turns them on."""
-    function = _liger_function()
+    function = liger_function()
     cos, sin = (x[None] for x in case.cos_sin(full=True))
     sin = -sin
 
     def rotate_back(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return function.apply(_heads_first(q), _heads_first(k), cos, sin)
+        return function.apply(heads_first(q), heads_first(k), cos, sin)
 
     def derivative() -> _Derivative:
         q, k = (x.clone() for x in case.contiguous)
-        return _Derivative(case, rotate_back, (_heads_first(q), _heads_first(k)), full=full)
+        return _Derivative(case, rotate_back, (heads_first(q), heads_first(k)), full=full)
 
     return Prepared(derivative().call, lambda: derivative().result())
-
-
-def _liger_function() -> type[torch.autograd.Function]:
-    try:
-        from liger_kernel.ops.rope import LigerRopeFunction
-    except ImportError as error:
-        raise Missing(
-            f"liger-kernel cannot be imported ({error}); pip install liger-kernel"
-        ) from None
-    return LigerRopeFunction
 
 
 def bhsd_providers() -> list[Provider]:
@@ -143,12 +129,7 @@ def bhsd_providers() -> list[Provider]:
 
 
 def _lying_heads_first(case: Case) -> Pair:
-    q, k = (_heads_first(x).contiguous() for x in case.contiguous)
-    return q, k
-
-
-def _tokens_first(result: tuple[Tensor, ...]) -> Pair:
-    q, k = (x.transpose(1, 2)[0] for x in result)
+    q, k = (heads_first(x).contiguous() for x in case.contiguous)
     return q, k
 
 
@@ -166,15 +147,15 @@ def _formula_bhsd(case: Case) -> Prepared:
     q, k = _lying_heads_first(case)
     cos, sin = (x[None, None] for x in case.cos_sin(full=True))
     call = functools.partial(formulas.half, q, k, cos, sin)
-    return Prepared(call, lambda: _tokens_first(call()))
+    return Prepared(call, lambda: tokens_first(call()))
 
 
 def _liger_bhsd(case: Case) -> Prepared:
-    function = _liger_function()
+    function = liger_function()
     cos, sin = (x[None] for x in case.cos_sin(full=True))
     q, k = _lying_heads_first(case)
 
     def result() -> Pair:
-        return _tokens_first(function.apply(q.clone(), k.clone(), cos, sin))
+        return tokens_first(function.apply(q.clone(), k.clone(), cos, sin))
 
     return Prepared(lambda: function.apply(q, k, cos, sin), result)

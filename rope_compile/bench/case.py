@@ -25,23 +25,24 @@ class Wrong(Exception):
 class Case:
     """Inputs of one cell on a device: q and k ``[tokens, heads, head_dim]`` and positions.
 
-    ``q`` and ``k`` are shared by all providers: nobody writes to them.
+    Drawn on that device: from the host, those of 32768 tokens take a GPU seconds. ``q`` and ``k``
+    are shared by all providers: nobody writes to them.
     """
 
     def __init__(self, cell: Cell, device: torch.device, seed: int = 0) -> None:
         self.cell = cell
         self.device = device
-        self.generator = torch.Generator().manual_seed(1000 * cell.tokens + seed)
+        self.generator = torch.Generator(device).manual_seed(1000 * cell.tokens + seed)
         self.rope = rc.get_rope(cell.shape.config, device)
         shape = cell.shape
         self.q = self._slices(shape.q_heads, shape.q_row)
         self.k = self._slices(shape.k_heads, shape.k_row)
-        self.positions = self._positions().to(device)
+        self.positions = self._positions()
 
     def _slices(self, heads: int, row: int) -> Tensor:
         """Normal values: the last ``head_dim`` channels of rows of ``row`` channels."""
         size = (self.cell.tokens, heads, self.cell.shape.head_dim)
-        drawn = torch.randn(size, generator=self.generator)
+        drawn = torch.randn(size, generator=self.generator, device=self.device)
         rows = torch.empty(*size[:2], row or size[2], dtype=self.dtype, device=self.device)
         x = rows[..., -size[2] :]
         return x.copy_(drawn)
@@ -50,8 +51,8 @@ class Case:
         cell = self.cell
         size = [cell.shape.axis_count, cell.tokens] if cell.shape.axes else [cell.tokens]
         if cell.positions == "random":
-            return torch.randint(0, shapes.ROWS, size, generator=self.generator)
-        return torch.arange(cell.tokens).expand(size).contiguous()
+            return torch.randint(0, shapes.ROWS, size, generator=self.generator, device=self.device)
+        return torch.arange(cell.tokens, device=self.device).expand(size).contiguous()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,8 +74,9 @@ class Case:
 
     def poisoned(self) -> Pair:
         """Contiguous memory for results, every element NaN until somebody writes it."""
-        q, k = (torch.full(x.shape, float("nan"), dtype=x.dtype) for x in (self.q, self.k))
-        return q.to(self.device), k.to(self.device)
+        nan = float("nan")
+        q, k = (torch.full(x.shape, nan, dtype=x.dtype, device=x.device) for x in (self.q, self.k))
+        return q, k
 
     @functools.cached_property
     def lanes(self) -> Pair:

@@ -16,7 +16,7 @@ from rope_compile.bench.providers import Missing, Provider
 from rope_compile.bench.shapes import OUT_EXISTING, OUT_FRESH, Cell
 from rope_compile.bench.timers import Prepared
 
-__all__ = ["PEERS", "peers"]
+__all__ = ["PEERS", "heads_first", "liger_function", "peers", "tokens_first"]
 
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -92,13 +92,17 @@ def _compiled(formula: Formula, **options: bool) -> Formula:
     return compiled
 
 
-def _as_models_do(case: Case) -> Pair:
+def heads_first(x: Tensor) -> Tensor:
     """``[1, heads, tokens, head_dim]``: the transposed view that transformers' attention makes."""
-    q, k = (x[None].transpose(1, 2) for x in case.contiguous)
+    return x[None].transpose(1, 2)
+
+
+def _as_models_do(case: Case) -> Pair:
+    q, k = map(heads_first, case.contiguous)
     return q, k
 
 
-def _back(result: tuple[Tensor, ...]) -> Pair:
+def tokens_first(result: tuple[Tensor, ...]) -> Pair:
     q, k = (x.transpose(1, 2)[0] for x in result)
     return q, k
 
@@ -107,7 +111,7 @@ def _formula(case: Case, formula: Formula) -> Prepared:
     """cos and sin come gathered: transformers does that once for all layers."""
     cos, sin = (x[None] for x in case.cos_sin(full=True))
     call = functools.partial(formula, *_as_models_do(case), cos, sin)
-    return Prepared(call, lambda: _back(call()))
+    return Prepared(call, lambda: tokens_first(call()))
 
 
 def _parts(case: Case, formula: Formula) -> Callable[[], tuple[Tensor, ...]]:
@@ -124,7 +128,7 @@ def _apart(case: Case, formula: Formula) -> Prepared:
 
     def result() -> Pair:
         parts = call()
-        return _back((join(*parts[:3]), join(*parts[3:])))
+        return tokens_first((join(*parts[:3]), join(*parts[3:])))
 
     return Prepared(call, result)
 
@@ -138,7 +142,7 @@ def _join(case: Case) -> Prepared:
     def call() -> Pair:
         return join(*parts[:3]), join(*parts[3:])
 
-    return Prepared(call, lambda: _back(call()))
+    return Prepared(call, lambda: tokens_first(call()))
 
 
 def _gather(case: Case) -> Prepared:
@@ -181,7 +185,7 @@ def _rotary_embedding_torch(case: Case) -> Prepared:
     def call() -> Pair:
         return apply(angles, q), apply(angles, k)
 
-    return Prepared(call, lambda: _back(call()))
+    return Prepared(call, lambda: tokens_first(call()))
 
 
 class _Sessions:
@@ -280,14 +284,22 @@ def _run_bound(session: object, binding: object, alive: object) -> None:
     session.run_with_iobinding(binding)  # type: ignore[attr-defined]
 
 
+def liger_function() -> type[torch.autograd.Function]:
+    """Raises `Missing` where the package is not installed."""
+    function: type[torch.autograd.Function] = _import(
+        "liger_kernel.ops.rope", "liger-kernel"
+    ).LigerRopeFunction
+    return function
+
+
 def _liger(case: Case) -> Prepared:
     """``[1, heads, tokens, head_dim]`` views of its own memory layout; it writes in place."""
-    function = _import("liger_kernel.ops.rope", "liger-kernel").LigerRopeFunction
+    function = liger_function()
     cos, sin = (x[None] for x in case.cos_sin(full=True))
-    q, k = (x.clone()[None].transpose(1, 2) for x in case.contiguous)
+    q, k = (heads_first(x.clone()) for x in case.contiguous)
 
     def call() -> tuple[Tensor, ...]:
         rotated: tuple[Tensor, ...] = function.apply(q, k, cos, sin)
         return rotated
 
-    return Prepared(call, lambda: _back(call()))
+    return Prepared(call, lambda: tokens_first(call()))

@@ -391,7 +391,6 @@ struct Call {
   bool wide_positions;  // int64
   int64_t position_axis, position_lead[MAX_LEAD];
   at::IntArrayRef axes;
-  int64_t axis_count;
   bool inverse;
   Table table;
 
@@ -410,9 +409,9 @@ Angles angles_of(const Call& call, int64_t offset, Room& room) {
   float* own = room.data();
   Angles at;
   if (call.axes.empty()) {
-    const float* row = table.find(call.position(offset));
+    const int64_t position = call.position(offset);
+    const float* row = table.find(position);
     if (!row) {
-      const int64_t position = call.position(offset);
       for (int64_t i = 0; i < half; ++i) table.compute(position, i, own[i], own[half + i]);
       row = own;
     }
@@ -458,9 +457,7 @@ void run(const Call& call) {
   const int64_t grain = std::max<int64_t>(1, ELEMENTS_PER_THREAD / per_token);
   at::parallel_for(0, tokens, grain, [&](int64_t begin, int64_t end) {
     Room room(6 * call.table.half);
-    c10::SmallVector<double, 128> scratch_room(widest / 8 + 3);
-    void* scratch = reinterpret_cast<void*>(
-        (reinterpret_cast<uintptr_t>(scratch_room.data()) + 15) & ~uintptr_t{15});
+    c10::SmallVector<double, 128> scratch(widest / 8 + 1);
     int64_t index[MAX_LEAD] = {};
     for (int64_t d = call.lead - 1, rest = begin; d >= 0; --d) {
       index[d] = rest % call.sizes[d];
@@ -480,7 +477,7 @@ void run(const Call& call) {
         const Side& side = call.sides[s];
         side.rotate(
             side, side.x + at_x[s] * side.itemsize, side.out + at_out[s] * side.itemsize, angles,
-            scratch);
+            scratch.data());
       }
       for (int d = call.lead - 1; d >= 0 && ++index[d] == call.sizes[d]; --d) index[d] = 0;
     }
@@ -543,12 +540,12 @@ bool describe(
 
   const int64_t lanes = static_cast<int64_t>(axes.size());
   call.axes = axes;
-  call.axis_count = 1;
+  int64_t axis_count = 1;
   if (lanes) {
     if (lanes != half && (lanes != 2 * half || style != "half")) return false;
     for (int64_t i = 0; i < lanes; ++i) {
       if (axes[i] < 0 || (in_blocks && i && axes[i] < axes[i - 1])) return false;
-      call.axis_count = std::max(call.axis_count, axes[i] + 1);
+      axis_count = std::max(axis_count, axes[i] + 1);
       if (in_blocks && (i == 0 || axes[i] != axes[i - 1])) blocks.push_back(i);
     }
     if (in_blocks) blocks.push_back(half);
@@ -588,7 +585,7 @@ bool describe(
   call.position_axis = 0;
   if (lanes && positions.dim() > 1) {
     first = 1;
-    if (positions.size(0) != call.axis_count && positions.size(0) != 1) return false;
+    if (positions.size(0) != axis_count && positions.size(0) != 1) return false;
     if (positions.size(0) != 1) call.position_axis = positions.stride(0);
   }
   const int given = static_cast<int>(positions.dim()) - first;

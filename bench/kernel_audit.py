@@ -455,6 +455,8 @@ def _audit_once(launch: Launch, target: str) -> Audit:
 # unit.
 OLDER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 REGISTERS = {"cuda": 72 if OLDER else 64, "hip": 96}
+# Bytes. That ptxas also parks two of 56 registers at width 80 in half style, on sm_80 alone.
+SPILLS = {"sm_80": 16} if OLDER else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -501,7 +503,7 @@ def faults(found: Audit, launch: Launch, target: str) -> tuple[str, ...]:
     """
     limit = REGISTERS[TARGETS[target].backend]
     failed = []
-    if found.spill_bytes:
+    if found.spill_bytes > SPILLS.get(target, 0):
         failed.append(f"spills {found.spill_bytes} bytes")
     if not launch.aligned:
         return tuple(failed)

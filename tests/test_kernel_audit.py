@@ -69,10 +69,10 @@ TWINS = {
     "undeclared divisibility": (Launch(), {"ALIGN": 1}, "moves q or k"),
     # The out-of-table test over more lanes than a warp has.
     "test across warps": (Launch(), {"TOKENS_POW2": 256}, "shared memory"),
-    # The tile that LANES_OF_FULL_WIDTH_VECTOR refuses.
-    "full width, 8 lanes a thread": (
+    # Four times the vector that LANES_OF_FULL_WIDTH_VECTOR allows.
+    "full width, 16 lanes a thread": (
         Launch(lane_axes=FULL_WIDTH),
-        {"VECTOR": 8, "TOKENS": 16, "TOKENS_POW2": 16},
+        {"VECTOR": 16, "VECTORS": 64, "TOKENS": 8, "TOKENS_POW2": 8},
         "registers",
     ),
 }

@@ -96,17 +96,26 @@ def _panel(axes: Any, rows: Sequence[Row], title: str) -> None:  # noqa: ANN401
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens")
     axes.set_ylabel("share of copy_'s bandwidth")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, max(1.08, axes.get_ylim()[1]))  # the line of the copy is always in sight
     axes.axhline(1.0, color="#9ca3af", linewidth=1, linestyle="--", zorder=0)
     axes.annotate(
         "copy_", (0.01, 1.0), xycoords=("axes fraction", "data"), color="#6b7280", va="bottom"
     )
-    ticks = sorted({row.tokens for row in rows if row.tokens})
+    ticks = _apart(sorted({row.tokens for row in rows if row.tokens}))
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     _write_names(axes, ends)
+
+
+def _apart(tokens: Sequence[float]) -> list[float]:
+    """From the largest down, those at least a factor of 4 apart, so that their labels have room."""
+    kept: list[float] = []
+    for value in sorted(tokens, reverse=True):
+        if not kept or 4 * value <= kept[-1]:
+            kept.append(value)
+    return kept[::-1]
 
 
 def _write_names(axes: Any, ends: list[tuple[float, float, str, str]]) -> None:  # noqa: ANN401

@@ -297,6 +297,11 @@ inline void rotate_rotated(const Side& side, const T* x, T* out, const Angles& a
   }
 }
 
+// What the hardware does not foresee: heads of which a part is read, with gaps between. 128 heads of
+// 64 channels in rows of 192 take a third of the time (8, 16, 32 heads ahead: 16 serves all widths).
+// Past the last head of a token lies, as a rule, the next token; an address of nothing does no harm.
+constexpr int64_t HEADS_AHEAD = 16, CACHE_LINE_BYTES = 64;
+
 template <Pairing READ, Pairing WRITTEN, typename F>
 void rotate_token(
     const Side& side, const void* x_token, void* out_token, const Angles& at, void* scratch) {
@@ -308,6 +313,8 @@ void rotate_token(
     const T* x = static_cast<const T*>(x_token) + head * side.x_head;
     T* out = static_cast<T*>(out_token) + head * side.out_head;
     if (dense) {
+      for (int64_t i = 0; i < width; i += CACHE_LINE_BYTES / sizeof(T))
+        __builtin_prefetch(x + HEADS_AHEAD * side.x_head + side.offset + i);
       if (passes) {
         std::memcpy(out, x, side.offset * sizeof(T));
         std::memcpy(out + stop, x + stop, (side.head_dim - stop) * sizeof(T));

@@ -46,7 +46,7 @@ from rope_compile.scaling import (
 )
 
 if TYPE_CHECKING:
-    from rope_compile import integrations
+    from rope_compile import inductor, integrations
 
 __version__ = "0.1.0"
 
@@ -79,6 +79,7 @@ __all__ = [
     "context_parallel_positions",
     "debug",
     "get_rope",
+    "inductor",
     "integrations",
     "packed_context_parallel_positions",
     "positions_from_cu_seqlens",
@@ -88,7 +89,7 @@ __all__ = [
 if not TYPE_CHECKING:
     # Hidden from the type checker, to which a module __getattr__ would make every name valid.
     def __getattr__(name: str) -> object:
-        """Import ``integrations`` on first use: its adapters look for other frameworks."""
-        if name == "integrations":
-            return importlib.import_module("rope_compile.integrations")
+        """Import on first use what looks for other frameworks or for the compiler."""
+        if name in ("inductor", "integrations"):
+            return importlib.import_module(f"rope_compile.{name}")
         raise AttributeError(f"module 'rope_compile' has no attribute {name!r}")

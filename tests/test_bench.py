@@ -496,6 +496,37 @@ def test_memory_is_a_share_of_the_eager_formulas():
     assert verdict_of("B4", *found).verdict == "MISSED"
 
 
+GPU = {"device": "cuda: made up", "dtype": "bfloat16", "threads": None}
+
+
+@pytest.mark.parametrize(
+    ("us", "ratio", "verdict"),
+    [(1.4, 0.9, "met, stretch too"), (1.9, 0.8, "met"), (2.1, 0.9, "MISSED"), (1.4, 0.7, "MISSED")],
+)
+def test_decode_is_judged_by_itself_and_beside_an_empty_node(us: float, ratio: float, verdict: str):
+    row = made(**GPU, tokens=8.0, cache="warm", y_50=us, ratio_to="empty_node", ratio=ratio)
+    assert verdict_of("G9", row).verdict == verdict
+    # Neither more tokens, nor a backward pass, nor another reference speaks of decoding.
+    for other in ({"tokens": 129.0}, {"mode": "backward"}, {"ratio_to": "hf_eager"}):
+        assert verdict_of("G9", replace(row, **other)).verdict == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("layout", "ratio", "verdict"),
+    [("THD", 1.05, "met"), ("THD", 0.9, "MISSED"), ("BHSD", 1.9, "met"), ("BHSD", 1.5, "MISSED")],
+)
+def test_liger_has_a_limit_for_each_layout(layout: str, ratio: float, verdict: str):
+    other = "BHSD" if layout == "THD" else "THD"
+    row = made(**GPU, y_50=1.0, ratio_to="liger", layout=layout, ratio=ratio)
+    assert verdict_of("G7", row, replace(row, layout=other, ratio=1.9)).verdict == verdict
+
+
+def test_a_backward_pass_is_no_share_of_copy():
+    row = made(**GPU, form=IN_PLACE, cache="cold", bytes=2e8, y_50=1.0, share_of_copy=0.95)
+    assert verdict_of("G1", row).measured.startswith("in place 0.95")
+    assert verdict_of("G1", replace(row, mode="backward")).verdict == "not measured"
+
+
 # ------------------------------------------------------------------------------------------- counts
 
 

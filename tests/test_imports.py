@@ -48,7 +48,7 @@ PUBLIC = {
     *("ErnieAxes", "BailingAxes", "XdropeAxes", "AxialAxes"),
     *("positions_from_cu_seqlens", "context_parallel_positions"),
     *("packed_context_parallel_positions",),
-    *("CapturePlan", "prepare_for_capture", "capture_guard", "integrations", "__version__"),
+    *("CapturePlan", "prepare_for_capture", "capture_guard", "__version__", "integrations", "inductor"),
 }
 
 
@@ -172,7 +172,7 @@ assert "triton" not in sys.modules
 assert not torch.cuda.is_initialized()
 frameworks = {name.split(".")[0] for name in new} & {"transformers", "vllm", "sglang"}
 assert not frameworks, frameworks
-late = {f"rope_compile.{name}" for name in ("integrations", "demo", "cli")} & new
+late = {f"rope_compile.{name}" for name in ("inductor", "integrations", "demo", "cli")} & new
 assert not late, late
 """
 
@@ -180,6 +180,25 @@ assert not late, late
 def test_import_loads_neither_triton_nor_cuda():
     """Also no adapter and no command line: they look for other frameworks."""
     run_child("-c", LOADS_NOTHING)
+
+
+ADAPTERS_LOAD_NOTHING = """
+import sys, torch
+import rope_compile as rc
+before = set(sys.modules)
+for name in rc.integrations.__all__:
+    assert getattr(rc.integrations, name).__name__ == f"rope_compile.integrations.{name}"
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+peers = {*rc.integrations.__all__, "triton"} & new
+assert not peers, peers
+"""
+
+
+def test_every_adapter_is_imported_without_its_peer():
+    """An adapter has its peer's signatures, not its peer."""
+    files = {path.stem for path in (PACKAGE / "integrations").glob("[a-z]*")}
+    assert set(rc.integrations.__all__) == files
+    run_child("-c", ADAPTERS_LOAD_NOTHING)
 
 
 CHANGES_NOTHING = """

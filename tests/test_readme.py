@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import rope_compile as rc
+from rope_compile import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -101,3 +102,14 @@ def test_names_are_public():
     assert named <= set(rc.__all__), named - set(rc.__all__)
     classes = {name for name in rc.__all__ if name.endswith(("Scaling", "Axes"))}
     assert classes <= named, classes - named
+
+
+def test_the_table_of_speeds_is_made_by_its_command(capsys: pytest.CaptureFixture[str]):
+    """Byte for byte what the command above it prints from the committed results."""
+    (command,) = re.findall(r"^`(rope-compile bench --from-csv .*)`", README, re.M)
+    arguments = command.split()[1:]
+    arguments[arguments.index("bench/results/cpu.csv")] = str(ROOT / "bench/results/cpu.csv")
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out.strip()
+    assert printed.count("\n") > 5
+    assert printed in README

@@ -5,9 +5,26 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-_ADAPTERS = ("transformers",)
+_ADAPTERS = (
+    "aiter",
+    "diffusers",
+    "fla",
+    "flash_attn",
+    "flashinfer",
+    "liger",
+    "quack",
+    "rotary_embedding_torch",
+    "sglang",
+    "torch_nn",
+    "torchtitan",
+    "torchtune",
+    "transformer_engine",
+    "transformers",
+    "unsloth",
+    "vllm",
+)
 
-__all__ = ["transformers"]
+__all__ = list(_ADAPTERS)  # the names are modules, imported when first asked for
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -48,7 +48,14 @@ PUBLIC = {
     *("ErnieAxes", "BailingAxes", "XdropeAxes", "AxialAxes"),
     *("positions_from_cu_seqlens", "context_parallel_positions"),
     *("packed_context_parallel_positions",),
-    *("CapturePlan", "prepare_for_capture", "capture_guard", "__version__", "integrations", "inductor"),
+    *(
+        "CapturePlan",
+        "prepare_for_capture",
+        "capture_guard",
+        "__version__",
+        "integrations",
+        "inductor",
+    ),
 }
 
 

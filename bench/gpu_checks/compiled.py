@@ -183,3 +183,60 @@ def no_sync(context: Context) -> None:
             except RuntimeError:
                 return
             context.fail("the net holds", "a read of a value was not refused")
+
+
+@register(CHECKS, "compile.interleaved_axes")
+def interleaved_axes(context: Context) -> None:
+    """Positions of three axes, alternating over the lanes, compiled as in eager mode."""
+    axes = rc.InterleavedAxes((24, 20, 20))
+    rope = rc.get_rope(rc.RopeConfig(head_dim=128, max_position=ROWS, axes=axes), context.device)
+    torch.compiler.reset()
+    compiled = torch.compile(rope, fullgraph=True)
+    with context.case("(24, 20, 20)"), torch.no_grad():
+        q, k = Variant(head_dim=128).inputs(context.device, 37)
+        at = torch.stack([edge_positions().roll(5 * axis) for axis in range(3)]).to(context.device)
+        expect_equal(context, "(24, 20, 20)", compiled(at, q, k), rope(at, q, k))
+
+
+@register(CHECKS, "compile.shape_padding")
+def shape_padding(context: Context) -> None:
+    """Intermediate results that Inductor pads for its matrix products are read by their strides."""
+    rope = rc.get_rope(_CONFIG, context.device)
+
+    def project(at: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor | None]:
+        q, k = (x @ w).unflatten(-1, (5, 64)).split([3, 2], dim=1)
+        return rope(at, q, k)
+
+    x, w = (torch.randn(size, device=context.device) for size in ((37, 67), (67, 320)))
+    at = edge_positions().to(context.device)
+    torch.compiler.reset()
+    with context.case("a product of odd size"), torch.no_grad():
+        with torch._inductor.config.patch(shape_padding=True, force_shape_pad=True):
+            found = torch.compile(project, fullgraph=True)(at, x, w)
+        for name, a, b in zip(("q", "k"), found, project(at, x, w), strict=True):
+            # Products of other tilings differ in their last bits; a wrong stride in everything.
+            if not torch.allclose(a, b, rtol=1e-2, atol=1e-2):
+                context.fail("a product of odd size", f"{name} differs")
+
+
+@register(CHECKS, "compile.package", rehearse=False, seconds=40)
+def package(context: Context) -> None:
+    """An AOTInductor package gives the bits of eager mode at three token counts."""
+
+    class Rotation(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rope = rc.get_rope(_CONFIG, context.device)
+
+        def forward(self, at: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+            return self.rope(at, q, k)
+
+    model, tokens = Rotation(), torch.export.Dim("tokens", min=2, max=4096)
+    with context.case("build"), torch.no_grad():
+        sizes = ({0: tokens},) * 3
+        program = torch.export.export(model, _inputs(context, 64), dynamic_shapes=sizes)
+        run = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program))
+        for count in (3, 17, 1000):
+            with context.case(f"{count} tokens"):
+                inputs = _inputs(context, count)
+                expect_equal(context, f"{count} tokens", run(*inputs), model(*inputs))

@@ -284,6 +284,11 @@ def reduce_overhead(context: Context) -> None:
                 positions = at + 100000 * number  # past the table from the third on
                 found = [x.clone() for x in compiled(positions, q, k)]
                 expect_equal(context, f"step {number}", found, rope(positions, q, k))
+        with context.case("a first result after a second call"):
+            torch.compiler.cudagraph_mark_step_begin()
+            first = compiled(at, q, k)
+            compiled(at + 1, q, k)  # of the same step: the memory of the first is still taken
+            expect_equal(context, "a first result after a second call", first, rope(at, q, k))
     if counters["inductor"]["cudagraph_skips"]:
         context.fail("skips", f"{counters['inductor']['cudagraph_skips']} graphs were not captured")
     grown = torch.cuda.memory_reserved(context.device) - before

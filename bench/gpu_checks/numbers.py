@@ -284,3 +284,55 @@ def determinism(context: Context) -> None:
                 if not all(same_bits(a, b) for a, b in zip(first, again, strict=True)):
                     context.fail(str(variant), f"run {number + 2} differs from the first")
                     break
+
+
+@register(CHECKS, "numbers.wide_heads")
+def wide_heads(context: Context) -> None:
+    """Heads of 256 and 512 channels, 64 of them and more: many registers, or none would fit."""
+    heads = (64, 8) if context.gpu else (6, 2)
+    against_float64(
+        context,
+        [
+            Variant(style, width, heads=heads, dtype=dtype)
+            for style in ("half", "interleaved")
+            for width in (256, 512)
+            for dtype in (torch.bfloat16, torch.float32)
+        ],
+    )
+
+
+@register(CHECKS, "numbers.tf32")
+def tf32(context: Context) -> None:
+    """A table built while matrix products may use TF32 has exact positions: 2049 is not 2048."""
+    before = torch.get_float32_matmul_precision()
+    config = rc.RopeConfig(head_dim=64, max_position=4224)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with context.case("2049 and 4097"):
+            rows = rc.RotaryEmbedding(config, context.device).cos_sin_cache.cpu()
+            exact_rows = exact.table(4224, config.inv_freq(), 1.0)
+            error = (rows - exact_rows)[[2048, 2049, 4096, 4097]].abs().max().item()
+            if error > 2.0**-22:
+                context.fail("2049 and 4097", f"rows differ by {error:.1e}")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@register(CHECKS, "numbers.two_devices", rehearse=False)
+def two_devices(context: Context) -> None:
+    """Tensors on a second GPU while the first is current; a shared table stays on its own."""
+    if torch.cuda.device_count() < 2:
+        raise NotRun("one GPU here, two are needed")
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    config, variant = rc.RopeConfig(head_dim=64, max_position=ROWS), Variant()
+    with context.case("tensors on the second"), torch.cuda.device(first):
+        q, k = variant.inputs(second)
+        at = variant.positions()
+        if variant.excess(variant.call(q, k, at.to(second)), (q, k), at) > 0:
+            context.fail("tensors on the second", "wrong")
+    with context.case("a shared module moved"):
+        owner = torch.nn.ModuleList([rc.get_rope(config, first)])
+        owner.to(second)
+        table = rc.get_rope(config, first).cos_sin_cache
+        if table.device != first:
+            context.fail("a shared module moved", f"the table of {first} is on {table.device}")

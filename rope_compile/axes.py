@@ -78,6 +78,11 @@ class Axes:
                 f"{name} must share out rotary_dim / 2 = {rotary_dim // 2} lanes, got {wanted}, "
                 f"which sum to {sum(wanted)}"
             )
+        if not wanted[-1]:
+            raise ValueError(
+                f"{name} must give its last axis a lane, got {wanted}: a call could not tell how "
+                "many axes its positions have"
+            )
         lanes = self.lane_axes(rotary_dim)
         placed = Counter(lanes)
         counts = tuple(

@@ -722,6 +722,9 @@ def _translate(
     if rope is not None and not isinstance(rope, Mapping):
         raise TypeError(f"{model.name} must be a dictionary or None, got {rope!r}")
     entries = dict(rope or {})
+    for key in entries:
+        if not isinstance(key, str):
+            raise TypeError(f"{model.name} must have strings for keys, got {key!r}")
     for key in _NOT_YET:
         if entries.pop(key, None):
             raise NotImplementedError(
@@ -923,9 +926,17 @@ def _text_source(hf_config: object, layer_type: str | None) -> _Source:
     return _Source(own) if own is not None and not isinstance(own, Mapping) else source
 
 
+def _plain(value: object) -> object:
+    """Comparable: arrays and tensors as lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else value
+
+
 def _flat_rope(source: _Source) -> Mapping[str, object]:
     rope, old = source.mapping("rope_parameters"), source.mapping("rope_scaling")
-    if isinstance(source.config, Mapping) and rope and old and rope != old:
+    if isinstance(source.config, Mapping) and rope and old and _plain(rope) != _plain(old):
         raise ValueError(
             "rope_parameters and rope_scaling must be equal where both are given, got two"
         )

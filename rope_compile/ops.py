@@ -169,7 +169,7 @@ def _check_broadcast(sizes: Sequence[int], positions: Tensor, q: Tensor) -> None
     lead = q.dim() - 2
     for i in range(1, len(sizes) + 1):
         size = sizes[-i]
-        if not _is(size, 1) and _differ(size, q.shape[lead - i]):
+        if i > lead or (not _is(size, 1) and _differ(size, q.shape[lead - i])):
             raise ValueError(
                 f"positions must broadcast to q.shape[:-2] = {tuple(q.shape[:-2])}, "
                 f"got {tuple(positions.shape)}"

@@ -26,12 +26,17 @@ DynamicPolicy = Literal["by_length", "static_factor", "static_max"]
 LongRopePolicy = Literal["static", "by_length"]
 
 
+# Far beyond every model; products and quotients of a few such numbers are finite in float64, and
+# float32 holds each.
+LARGEST = 1e30
+
+
 def number(name: str, value: object) -> float:
-    """A finite float from an int, float, numeric string, NumPy scalar or 0-d tensor.
+    """A float from an int, float, numeric string, NumPy scalar or 0-d tensor.
 
     Raises:
-        TypeError: anything else, bool included. ValueError: NaN, infinity or a string that is no
-        number.
+        TypeError: anything else, bool included. ValueError: NaN, infinity, a string that is no
+        number, or a size that float32 formulas cannot hold.
     """
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "ndim", None) == 0:
@@ -44,6 +49,8 @@ def number(name: str, value: object) -> float:
         raise ValueError(f"{name} must be a number, got {value!r}") from error
     if not math.isfinite(result):
         raise ValueError(f"{name} must be finite, got {value!r}")
+    if result and not 1 / LARGEST <= abs(result) <= LARGEST:
+        raise ValueError(f"{name} must be 0 or of a size between 1e-30 and 1e30, got {value!r}")
     return result
 
 
@@ -66,6 +73,8 @@ def non_negative(name: str, value: object) -> float:
 def integer(name: str, value: object) -> int:
     """As `number`, with an integral value; exact for ints beyond 2**53."""
     if isinstance(value, int) and not isinstance(value, bool):
+        if value.bit_length() > 63:
+            raise ValueError(f"{name} must fit in 64 bits, got {value.bit_length()} bits")
         return value
     result = number(name, value)
     if not result.is_integer():
@@ -212,11 +221,18 @@ class NtkScaling(Scaling):
         return 1.0 / lanes.wavelengths() / self.factor**share
 
 
-def _check_stretch(scaling: Scaling, rotary_dim: int) -> None:
+def _check_stretch(scaling: Scaling, rotary_dim: int, base: float, ratio: float) -> None:
     if rotary_dim == 2:
         raise ValueError(
             f"rotary_dim must be at least 4 for {type(scaling).__name__}, got 2: its exponent is "
             "R / (R - 2)"
+        )
+    # Logarithms: the power itself may overflow.
+    exponent = math.log10(base) + math.log10(ratio) * rotary_dim / (rotary_dim - 2)
+    if abs(exponent) > 38:
+        raise ValueError(
+            f"base must stay within float32 when {scaling} stretches it, got {base:g} and a "
+            f"stretched base of 1e{exponent:.0f}"
         )
 
 
@@ -230,7 +246,7 @@ class NtkAlphaScaling(Scaling):
         normalise(self, {"alpha": positive})
 
     def check(self, rotary_dim: int, head_dim: int, base: float) -> None:
-        _check_stretch(self, rotary_dim)
+        _check_stretch(self, rotary_dim, base, self.alpha)
 
     def inv_freq(self, lanes: Lanes, length: int | Tensor) -> Tensor:
         width = lanes.rotary_dim
@@ -321,7 +337,9 @@ class DynamicScaling(_ByPolicy):
         return "U" if self.by_length else "S"
 
     def check(self, rotary_dim: int, head_dim: int, base: float) -> None:
-        _check_stretch(self, rotary_dim)
+        longest = self._ratio(2**31)  # of any length that is asked for later
+        assert not isinstance(longest, Tensor)
+        _check_stretch(self, rotary_dim, base, longest - (self.factor - 1))
 
     def _ratio(self, length: int | Tensor) -> float | Tensor:
         """``s * n / M``."""
@@ -581,6 +599,11 @@ class LongRopeScaling(_ByPolicy):
                 "LongRopeScaling must have factor (usually max_position_embeddings / "
                 "original_max_position), attention_factor, or both short_mscale and long_mscale, "
                 "got none of them"
+            )
+        if self.original_max_position == 1 and self.attention_factor is None and None in mscales:
+            raise ValueError(
+                "LongRopeScaling.original_max_position must be at least 2 where the magnitude "
+                "follows from its logarithm, got 1"
             )
 
     @property

@@ -31,6 +31,15 @@ torch.set_num_threads(
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+# Files of few tests that take long: begun first, or one process waits for them at the end.
+FIRST = (
+    "test_interpreter_tier.py",
+    "test_faults_index.py",
+    "test_inductor_pass.py",
+    "test_integration_transformers.py",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what this process cannot run.
 
@@ -39,6 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if INTERPRETED:
         return
+    items.sort(key=lambda item: item.path.name not in FIRST)
     left_out = [item for item in items if item.get_closest_marker("interpret")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -535,7 +535,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # What a stand-in has no answer for; each is executed by a test of its own below.
 APART = {"versions.clocks", "versions.build", "compile.one_launch", "speed.clocks_after"}
 # count_rows is the package's; the rest has nothing to run here.
-ABSENT = {"speed.counts", "speed.flashinfer", "memory.memcheck"}
+ABSENT = {"speed.counts", "speed.flashinfer", "memory.memcheck", "numbers.two_devices"}
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,24 @@ def test_where_there_is_a_compiler_the_native_kernel_runs() -> None:
     assert native.load_or_build(), native.status()
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_ties_round_to_even(style: str, dtype: torch.dtype, bits: int) -> None:
+    """Products that lie halfway between two numbers of the dtype; in registers and lane by lane."""
+    half = 21
+    cos = 1 + torch.arange(1, 2 * half, 2) * 2.0**-bits  # ties, to be rounded down and up in turn
+    table = torch.cat((cos, torch.zeros(half)))[None]
+    q = torch.cat((torch.ones(half), -torch.ones(half)))[None, None].to(dtype)
+    rounded = cos.to(dtype)
+    assert (rounded.double() < cos.double()).tolist() == [True, False] * 10 + [True]
+    expected = torch.cat((rounded, -rounded))
+    if style == "interleaved":
+        q, expected = (x.unflatten(-1, (2, half)).mT.flatten(-2) for x in (q, expected))
+    rest = (torch.zeros(1).long(), table, None, (), style, 0, 1.0, False)
+    for operator in (torch.ops.rope_compile.rope, rope_torch):
+        assert torch.equal(operator(q, None, *rest)[0][0, 0], expected)
+
+
 def test_yarn_of_a_length_below_one_turn_is_a_step() -> None:
     """Both ends of the ramp are lane 0 then, exactly: without care the angle of lane 0 is NaN."""
     made = scaling.YarnScaling(factor=4.0, original_max_position=6)

@@ -49,6 +49,7 @@ from rope_compile.scaling import (
     count,
     flag,
     integer,
+    listed,
     magnitude,
     non_negative,
     number,
@@ -622,9 +623,7 @@ def _rope_type(keys: _Keys) -> str:
 
 
 def _sections(name: str, value: object) -> tuple[int, ...]:
-    tolist = getattr(value, "tolist", None)
-    if callable(tolist):
-        value = tolist()
+    value = listed(value)
     if not isinstance(value, list | tuple):
         raise TypeError(f"{name} must be a list of integers, got {value!r}")
     return tuple(integer(f"{name}[{axis}]", entry) for axis, entry in enumerate(value))
@@ -930,8 +929,7 @@ def _plain(value: object) -> object:
     """Comparable: arrays and tensors as lists."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
-    tolist = getattr(value, "tolist", None)
-    return tolist() if callable(tolist) else value
+    return listed(value)
 
 
 def _flat_rope(source: _Source) -> Mapping[str, object]:

@@ -12,7 +12,8 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from rope_compile.config import RopeConfig
 from rope_compile.module import RotaryEmbedding
 from rope_compile.table import RopeTable, canonical_device
 
+P = ParamSpec("P")
 Key = tuple[RopeConfig, torch.device]
 _META = torch.device("meta")
 
@@ -141,15 +143,21 @@ def live_tables() -> list[RopeTable]:
     return [table for table in tables if table.device != _META and table.dead() is None]
 
 
-def _number(config: RopeConfig, device: torch.device | str | int | None) -> int:
-    """See NOTE [Compiled get_rope]."""
+def constant_for_dynamo(function: Callable[P, int]) -> Callable[P, int]:
+    """Decorator: traced code takes the result for a constant. See NOTE [Compiled get_rope].
+
+    Sets what torch.compiler.assume_constant_result sets (torch 2.11 to 2.14). That itself imports
+    all of Dynamo and Triton, 1.5 s that `import rope_compile` need not take. The compiled tests of
+    tests/test_factory.py fail when the mark moves.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_for_dynamo
+def slot_number(config: RopeConfig, device: torch.device | str | int | None) -> int:
+    """The registry's slot of a live module."""
     return registry.fetch(config, canonical_device(device))[0]
-
-
-# What torch.compiler.assume_constant_result sets (torch 2.11 to 2.14). The decorator itself imports
-# all of Dynamo and Triton, 1.5 s that `import rope_compile` need not take. The compiled tests of
-# tests/test_factory.py fail when the mark moves.
-_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def get_rope(config: RopeConfig, device: torch.device | str | int | None = None) -> RotaryEmbedding:
@@ -177,5 +185,5 @@ def get_rope(config: RopeConfig, device: torch.device | str | int | None = None)
             "see RopeConfig.from_transformers"
         )
     if torch.compiler.is_compiling():
-        return registry.slots[_number(config, device)]
+        return registry.slots[slot_number(config, device)]
     return registry.fetch(config, canonical_device(device))[1]

@@ -549,10 +549,14 @@ class Llama3Scaling(Scaling):
         return torch.where(long | short, result, blended)
 
 
-def _factor_list(name: str, value: object) -> tuple[float, ...]:
+def listed(value: object) -> object:
+    """An array or a tensor as a list (or number); anything else as it is."""
     tolist = getattr(value, "tolist", None)
-    if callable(tolist):
-        value = tolist()
+    return tolist() if callable(tolist) else value
+
+
+def _factor_list(name: str, value: object) -> tuple[float, ...]:
+    value = listed(value)
     if not isinstance(value, list | tuple):
         raise TypeError(f"{name} must be a list of numbers, got {value!r}")
     return tuple(positive(f"{name}[{lane}]", entry) for lane, entry in enumerate(value))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rope_compile
 
@@ -19,6 +20,7 @@ from oracle import assert_near_oracle, oracle_rotate, oracle_rows, oracle_table,
 __all__ = [
     "EDGE_POSITIONS",
     "LAYOUTS",
+    "NoHostReads",
     "assert_guard_intact",
     "assert_near_oracle",
     "edge_positions",
@@ -51,6 +53,16 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 def edge_positions(capacity: int, dtype: torch.dtype = torch.int64) -> Tensor:
     """First and last row, just past the end, and far outside on both sides."""
     return torch.tensor([0, capacity - 1, capacity, 2 * capacity, *EDGE_POSITIONS], dtype=dtype)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Raises where a value would reach the host; works on tensors that are on the CPU."""
+
+    denied = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.denied, f"host read by {func}"
+        return func(*args, **(kwargs or {}))
 
 
 # Name -> maker of a [t, h, d] tensor of that memory layout; ``draw(*shape)`` fills new memory.

@@ -11,7 +11,7 @@ import rope_compile as rc
 from rope_compile.ops import rope_op
 
 from oracle import assert_near_oracle, oracle_rotate, oracle_table
-from support import randn, run_child
+from support import NoHostReads, randn, run_child
 
 ROWS = 128
 INV_FREQ = (1.0 / 1e4 ** (torch.arange(0, 8, 2, dtype=torch.float64) / 8)).float()
@@ -146,20 +146,7 @@ def test_debug_follows_the_environment() -> None:
 
 def test_no_host_read_on_any_path() -> None:
     """Under a mode that refuses host reads, inside and outside; the refusal itself works."""
-    denied = {
-        torch.ops.aten._local_scalar_dense.default,
-        torch.ops.aten.nonzero.default,
-        torch.ops.aten.masked_select.default,
-        torch.ops.aten.equal.default,
-    }
-
-    class NoHostRead(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func in denied:
-                raise AssertionError(f"host read: {func}")
-            return func(*args, **(kwargs or {}))
-
-    with NoHostRead():
+    with NoHostReads():
         rc.apply_rope(Q, K, POSITIONS, TABLE, inv_freq=INV_FREQ)
         rc.apply_rope_(Q.clone(), K.clone(), POSITIONS, TABLE)
         with rc.debug(), pytest.raises(AssertionError, match="host read"):

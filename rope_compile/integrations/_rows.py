@@ -13,12 +13,19 @@ from rope_compile.axes import Style
 from rope_compile.functional import apply_rope
 from rope_compile.integrations._tables import of_tokens
 
-__all__ = ["check_positions", "rotate_rows", "rows_at", "style_of"]
+__all__ = ["both", "check_positions", "rotate_rows", "rows_at", "style_of"]
 
 
 def style_of(interleaved: bool) -> Style:
     """The style that a flag ``interleaved`` (or ``not is_neox``) means."""
     return "interleaved" if interleaved else "half"
+
+
+def both(rotated: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """What a rotation returns where k was given."""
+    q, k = rotated
+    assert k is not None
+    return q, k
 
 
 def check_positions(name: str, positions: Tensor) -> None:

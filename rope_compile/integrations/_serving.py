@@ -17,19 +17,28 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from rope_compile.axes import Axes
 from rope_compile.config import Dialect, RopeConfig
 from rope_compile.factory import get_rope
 from rope_compile.functional import apply_rope, apply_rope_, rotate
 from rope_compile.integrations._rows import check_positions, rows_at, style_of
 from rope_compile.integrations._tables import of_tokens
 from rope_compile.module import RotaryEmbedding
-from rope_compile.scaling import DeepseekYarnScaling, DynamicScaling, LinearScaling, YarnScaling
+from rope_compile.scaling import (
+    DeepseekYarnScaling,
+    DefaultScaling,
+    DynamicScaling,
+    LinearScaling,
+    Scaling,
+    YarnScaling,
+)
 from rope_compile.scaling import flag as check_flag
 
 __all__ = [
     "PeerRotaryEmbedding",
     "add_offsets",
     "peer_config",
+    "plain_config",
     "refuse_dual_chunk",
     "rotate_flat",
     "rotate_flat_",
@@ -152,6 +161,27 @@ def peer_config(
         name=name,
     )
     return dataclasses.replace(config, max_position=_rows(config))
+
+
+def plain_config(
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: float,
+    is_neox_style: bool,
+    axes: Axes | None = None,
+    scaling: Scaling | None = None,
+) -> RopeConfig:
+    """`RopeConfig` of the arguments of a peer's ``RotaryEmbedding`` class."""
+    return RopeConfig(
+        head_dim=head_size,
+        rotary_dim=rotary_dim,
+        max_position=max_position,
+        base=base,
+        style=style_of(not is_neox_style),
+        axes=axes,
+        scaling=DefaultScaling() if scaling is None else scaling,
+    )
 
 
 def sglang_config(

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from rope_compile.axes import Style, positions_from_cu_seqlens
-from rope_compile.config import RopeConfig
 from rope_compile.functional import apply_rope, apply_rope_
-from rope_compile.integrations._rows import rows_at, style_of
+from rope_compile.integrations._rows import both, rows_at, style_of
 from rope_compile.integrations._serving import (
     PeerRotaryEmbedding,
     add_offsets,
+    plain_config,
     refuse_dual_chunk,
     sglang_config,
     shared,
@@ -93,13 +93,7 @@ class RotaryEmbedding(PeerRotaryEmbedding):
         is_neox_style: bool,
         dtype: torch.dtype | None = None,
     ) -> None:
-        config = RopeConfig(
-            head_dim=head_size,
-            rotary_dim=rotary_dim,
-            max_position=max_position_embeddings,
-            base=base,
-            style=style_of(not is_neox_style),
-        )
+        config = plain_config(head_size, rotary_dim, max_position_embeddings, base, is_neox_style)
         super().__init__(config, max_position_embeddings, dtype)
 
     @property
@@ -290,9 +284,7 @@ def _rotate(
 def _rotate_two(
     x: Tensor, y: Tensor, rows: _Rows, *, inverse: bool = False, transpose_output: bool = False
 ) -> tuple[Tensor, Tensor]:
-    x, rotated = _rotate_pair(x, y, rows, inverse=inverse, transpose_output=transpose_output)
-    assert rotated is not None
-    return x, rotated
+    return both(_rotate_pair(x, y, rows, inverse=inverse, transpose_output=transpose_output))
 
 
 def _rotate_(x: Tensor, y: Tensor | None, rows: _Rows) -> None:

@@ -133,10 +133,9 @@ def get_1d_rotary_pos_embed(
     angles = positions[:, None] * frequencies
     if not use_real:
         return torch.polar(torch.ones_like(angles), angles)
-    cos, sin = angles.cos().float(), angles.sin().float()
     if repeat_interleave_real:
-        return cos.repeat_interleave(2, dim=1), sin.repeat_interleave(2, dim=1)
-    return cos.repeat(1, 2), sin.repeat(1, 2)
+        return _interleaved_pair(angles)
+    return angles.cos().float().repeat(1, 2), angles.sin().float().repeat(1, 2)
 
 
 class FluxPosEmbed(nn.Module):

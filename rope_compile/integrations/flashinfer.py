@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rope_compile.axes import positions_from_cu_seqlens
 from rope_compile.config import RopeConfig
-from rope_compile.factory import _number, get_rope, registry
+from rope_compile.factory import constant_for_dynamo, get_rope, registry, slot_number
 from rope_compile.integrations._rows import style_of
 from rope_compile.integrations._serving import rotate_flat, rotate_flat_
 from rope_compile.module import RotaryEmbedding
@@ -66,13 +66,9 @@ def _config(
     )
 
 
+@constant_for_dynamo
 def _slot(device: torch.device, *parameters: float) -> int:
-    return _number(_config(*parameters), device)
-
-
-# A constant to Dynamo, with constant arguments, by the mark that `_number` has; see
-# NOTE [Compiled get_rope] in factory.py.
-_slot.__dict__.update(_number.__dict__)
+    return slot_number(_config(*parameters), device)
 
 
 def _constant(value: float) -> float:

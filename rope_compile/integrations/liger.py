@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rope_compile.functional import apply_rope
-from rope_compile.integrations._rows import rotate_rows
+from rope_compile.integrations._rows import both, rotate_rows
 from rope_compile.integrations._tables import from_complex, from_full_width, from_halves, of_tokens
 
 __all__ = [
@@ -61,7 +61,7 @@ def liger_rotary_pos_emb(
         )
     rows = from_halves(cos[..., : width // 2], sin[..., : width // 2])
     rows = rows.unsqueeze(-2 if unsqueeze_dim == 2 else -3)
-    return _both(rotate_rows(q, k, rows, "half", unsqueeze_dim))
+    return both(rotate_rows(q, k, rows, "half", unsqueeze_dim))
 
 
 def liger_rotary_pos_emb_gpt_oss(
@@ -80,7 +80,7 @@ def liger_rotary_pos_emb_vision(
     if q.dim() != 3:
         raise ValueError(f"q must be [seq, heads, head_dim], got {tuple(q.shape)}")
     rows = from_full_width(cos, sin, "half").unsqueeze(-2)
-    return _both(rotate_rows(q, k, rows, "half", -2))
+    return both(rotate_rows(q, k, rows, "half", -2))
 
 
 def liger_multimodal_rotary_pos_emb(
@@ -115,7 +115,7 @@ def liger_multimodal_rotary_pos_emb(
     rotated = apply_rope(
         q.movedim(unsqueeze_dim, -2), k.movedim(unsqueeze_dim, -2), positions, table, axes=lanes
     )
-    q_out, k_out = _both(rotated)
+    q_out, k_out = both(rotated)
     return q_out.movedim(-2, unsqueeze_dim), k_out.movedim(-2, unsqueeze_dim)
 
 
@@ -160,7 +160,7 @@ def _rotate_llama4(q: Tensor, k: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         )
     if rows.shape[-2] > 1:
         rows = rows[..., : q.shape[1], :]
-    return _both(rotate_rows(q, k, rows.unsqueeze(-2), "interleaved", 2))
+    return both(rotate_rows(q, k, rows.unsqueeze(-2), "interleaved", 2))
 
 
 def _check_heads(q: Tensor, unsqueeze_dim: int) -> None:
@@ -169,9 +169,3 @@ def _check_heads(q: Tensor, unsqueeze_dim: int) -> None:
             "q must have four dimensions and its heads in dimension 1 or 2, got "
             f"{tuple(q.shape)} and unsqueeze_dim {unsqueeze_dim}"
         )
-
-
-def _both(rotated: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
-    q, k = rotated
-    assert k is not None  # k was given
-    return q, k

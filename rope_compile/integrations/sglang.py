@@ -28,12 +28,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rope_compile.axes import Axes, ChunkedAxes, GlmAxes, InterleavedAxes, SectionAxes
+from rope_compile.axes import ChunkedAxes, GlmAxes, InterleavedAxes, SectionAxes
 from rope_compile.config import RopeConfig
 from rope_compile.functional import apply_rope_
 from rope_compile.integrations._rows import check_positions, style_of
 from rope_compile.integrations._serving import (
     PeerRotaryEmbedding,
+    plain_config,
     refuse_dual_chunk,
     rotate_flat_,
     sglang_config,
@@ -112,7 +113,7 @@ class RotaryEmbedding(PeerRotaryEmbedding):
                 f"position_start must be 0, got {position_start}: negative positions are right "
                 "without a shifted table, pass them as they are"
             )
-        config = _plain(head_size, rotary_dim, max_position_embeddings, base, is_neox_style)
+        config = plain_config(head_size, rotary_dim, max_position_embeddings, base, is_neox_style)
         super().__init__(config, max_position_embeddings, dtype)
 
     def forward(
@@ -205,7 +206,9 @@ class MRotaryEmbedding(RotaryEmbedding):
         kind: type[SectionAxes] = InterleavedAxes if mrope_interleaved else ChunkedAxes
         kind = GlmAxes if mrope_interleaved_glm else kind
         axes = None if mrope_section is None else kind(tuple(mrope_section))
-        config = _plain(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, axes)
+        config = plain_config(
+            head_size, rotary_dim, max_position_embeddings, base, is_neox_style, axes
+        )
         PeerRotaryEmbedding.__init__(self, config, max_position_embeddings, dtype)
 
     @property
@@ -213,24 +216,6 @@ class MRotaryEmbedding(RotaryEmbedding):
         """Lanes of each axis, as given."""
         axes = self.rope.config.axes
         return list(axes.sections) if isinstance(axes, SectionAxes) else None
-
-
-def _plain(
-    head_size: int,
-    rotary_dim: int,
-    max_position: int,
-    base: float,
-    is_neox_style: bool,
-    axes: Axes | None = None,
-) -> RopeConfig:
-    return RopeConfig(
-        head_dim=head_size,
-        rotary_dim=rotary_dim,
-        max_position=max_position,
-        base=base,
-        style=style_of(not is_neox_style),
-        axes=axes,
-    )
 
 
 # ---- factories

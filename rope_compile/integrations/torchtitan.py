@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rope_compile.axes import Style
 from rope_compile.config import RopeConfig
 from rope_compile.factory import get_rope
-from rope_compile.integrations._rows import rotate_rows, rows_at
+from rope_compile.integrations._rows import both, rotate_rows, rows_at
 from rope_compile.integrations._tables import from_complex, from_full_width
 from rope_compile.scaling import DefaultScaling, Llama3Scaling, Scaling, YarnScaling
 
@@ -109,14 +109,14 @@ class RoPE(nn.Module):
         """
         if positions is None:
             positions = torch.arange(query.shape[-3], device=query.device)
-        return _both(self.rope(positions, query, key))
+        return both(self.rope(positions, query, key))
 
     def apply_rotary_emb(
         self, query: Tensor, key: Tensor, rope_cache: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Apply rows of `cache` that broadcast to both: ``[1 or batch, seq, 1, width]``."""
         rows = _rows(rope_cache, self.backend)
-        return _both(rotate_rows(query, key, rows, _style(self.backend), -2))
+        return both(rotate_rows(query, key, rows, _style(self.backend), -2))
 
 
 class ComplexRoPE(RoPE):
@@ -146,7 +146,7 @@ def apply_rotary_emb_complex(
     Raises:
         ValueError: fewer rows than tokens, or shapes that do not fit. TypeError: a dtype.
     """
-    return _both(_apply(xq, xk, freqs_cis, positions, "complex"))
+    return both(_apply(xq, xk, freqs_cis, positions, "complex"))
 
 
 def apply_rotary_emb_single_complex(
@@ -164,7 +164,7 @@ def apply_rotary_emb_cos_sin(
     Read at half width: both halves of each are equal, as `RoPE` builds them. Else as
     `apply_rotary_emb_complex`.
     """
-    return _both(_apply(xq, xk, rope_cache, positions, "cos_sin"))
+    return both(_apply(xq, xk, rope_cache, positions, "cos_sin"))
 
 
 def _apply(
@@ -217,9 +217,3 @@ def _scaling(config: RoPEConfig, backend: Backend) -> Scaling:
             truncate=config.truncate,
         )
     return DefaultScaling()
-
-
-def _both(rotated: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
-    q, k = rotated
-    assert k is not None  # k was given
-    return q, k

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rope_compile.integrations._rows import rotate_rows, rows_at
+from rope_compile.integrations._rows import both, rotate_rows, rows_at
 from rope_compile.integrations._tables import from_full_width
 
 __all__ = ["fast_rope_embedding"]
@@ -42,6 +42,4 @@ def fast_rope_embedding(
     else:
         tokens = rope_embedding_indices.reshape(batch, 1, seq)
         cos, sin = (rows_at(x, tokens, "rope_embedding_indices") for x in (cos, sin))
-    q_out, k_out = rotate_rows(Q, K, from_full_width(cos, sin, "half"), "half", 1)
-    assert k_out is not None  # K was given
-    return q_out, k_out
+    return both(rotate_rows(Q, K, from_full_width(cos, sin, "half"), "half", 1))

@@ -32,13 +32,14 @@ from rope_compile.integrations._rows import rotate_rows, style_of
 from rope_compile.integrations._serving import (
     PeerRotaryEmbedding,
     peer_config,
+    plain_config,
     refuse_dual_chunk,
     rotate_flat,
     rotate_flat_,
     shared,
 )
 from rope_compile.integrations._tables import from_halves
-from rope_compile.scaling import DefaultScaling, Scaling, YarnScaling, count
+from rope_compile.scaling import YarnScaling, count
 
 __all__ = [
     "ApplyRotaryEmb",
@@ -78,13 +79,8 @@ class RotaryEmbedding(PeerRotaryEmbedding):
         dtype: torch.dtype | None = None,
         init_cache: bool = True,
     ) -> None:
-        config = RopeConfig(
-            head_dim=head_size,
-            rotary_dim=rotary_dim,
-            max_position=max_position_embeddings if init_cache else 1,
-            base=base,
-            style=style_of(not is_neox_style),
-        )
+        rows = max_position_embeddings if init_cache else 1
+        config = plain_config(head_size, rotary_dim, rows, base, is_neox_style)
         super().__init__(config, max_position_embeddings, dtype)
 
     def forward(
@@ -164,7 +160,7 @@ class MRotaryEmbedding(RotaryEmbedding):
         mrope_positions_factor: int = 4,
     ) -> None:
         kind = InterleavedAxes if mrope_interleaved else ChunkedAxes
-        scaling: Scaling = DefaultScaling()
+        scaling = None
         if scaling_factor is not None:
             scaling = YarnScaling(
                 factor=scaling_factor,
@@ -175,15 +171,9 @@ class MRotaryEmbedding(RotaryEmbedding):
                 beta_slow=beta_slow,
                 truncate=truncate,
             )
-        config = RopeConfig(
-            head_dim=head_size,
-            rotary_dim=rotary_dim,
-            max_position=max_position_embeddings * mrope_positions_factor,
-            base=base,
-            style=style_of(not is_neox_style),
-            scaling=scaling,
-            axes=None if mrope_section is None else kind(tuple(mrope_section)),
-        )
+        axes = None if mrope_section is None else kind(tuple(mrope_section))
+        rows = max_position_embeddings * mrope_positions_factor
+        config = plain_config(head_size, rotary_dim, rows, base, is_neox_style, axes, scaling)
         PeerRotaryEmbedding.__init__(self, config, max_position_embeddings, dtype)
 
 

@@ -181,8 +181,9 @@ def _markdown(rows: list[PassRow]) -> str:
         "tiny models with random weights, compiled with the joint-graph passes of Inductor. "
         "Written by `python tests/zoo/pass_report.py --out PATH`.",
         "",
-        f"{converted} of {len(rows)} families rotate with the operator, {trained} of them compiled "
-        f"for training too, outputs and gradients within {BOUND:g} of eager mode; wrong: "
+        f"{converted} of {len(rows)} families compiled, of {len(zoo.families())} in all, rotate "
+        f"with the operator, {trained} of them trained too; outputs and gradients within {BOUND:g} "
+        "of eager mode, or of the model compiled without the pass where that is off by itself; wrong: "
         f"{', '.join(wrong) if wrong else 'none'}. {cannot} cannot be compiled this way with or "
         "without the pass. The others are left as they are.",
         "",

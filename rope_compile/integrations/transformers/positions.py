@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import rope_compile as rc
+from rope_compile.integrations._rows import both
 from rope_compile.integrations.transformers import rewrite
 from rope_compile.integrations.transformers.forms import Form
 from rope_compile.integrations.transformers.recognise import recognise
@@ -84,8 +85,7 @@ def _rotate(
     q: Tensor, k: Tensor, positions: Tensor, rope: rc.RotaryEmbedding
 ) -> tuple[Tensor, Tensor]:
     """``apply_rotary_pos_emb`` once patched: q, k ``[B, H, S, D]``, positions ``[B, S]``."""
-    rotated_q, rotated_k = rope(positions, q.transpose(1, 2), k.transpose(1, 2))
-    assert rotated_k is not None  # k was given
+    rotated_q, rotated_k = both(rope(positions, q.transpose(1, 2), k.transpose(1, 2)))
     return rotated_q.transpose(1, 2), rotated_k.transpose(1, 2)
 
 

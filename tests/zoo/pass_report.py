@@ -183,9 +183,9 @@ def _markdown(rows: list[PassRow]) -> str:
         "",
         f"{converted} of {len(rows)} families compiled, of {len(zoo.families())} in all, rotate "
         f"with the operator, {trained} of them trained too; outputs and gradients within {BOUND:g} "
-        "of eager mode, or of the model compiled without the pass where that is off by itself; wrong: "
-        f"{', '.join(wrong) if wrong else 'none'}. {cannot} cannot be compiled this way with or "
-        "without the pass. The others are left as they are.",
+        "of eager mode, or of the model compiled without the pass where that is off by itself; "
+        f"wrong: {', '.join(wrong) if wrong else 'none'}. {cannot} cannot be compiled this way "
+        "with or without the pass. The others are left as they are.",
         "",
         "| family | operators | of these q and k together | graphs | error | with backward | "
         "gradient error | left, or failed |",

@@ -44,6 +44,7 @@ from rope_compile.scaling import (
     ProportionalScaling,
     YarnScaling,
 )
+from rope_compile.selector import RopeSelector
 
 if TYPE_CHECKING:
     from rope_compile import inductor, integrations
@@ -69,6 +70,7 @@ __all__ = [
     "PanguAxes",
     "ProportionalScaling",
     "RopeConfig",
+    "RopeSelector",
     "RotaryEmbedding",
     "XdropeAxes",
     "YarnScaling",

@@ -4,10 +4,11 @@ NOTE [Plain tensors] A table outlives whatever happened to be active when it was
 mode, a fake-tensor mode, a functional transform, a trace. Every tensor here is made inside
 `plain_tensors`, with dtype and device spelled out, so that it is an ordinary tensor ever after.
 
-NOTE [One thread per block] The first multi-threaded ``cos`` of a process is sometimes inaccurate in
-a part of the tensor (seen on torch 2.13: float32 errors of 1.5e-4 in about 1 of 60 processes). CPU
-tables are filled in blocks below PyTorch's parallel grain size (32768 elements), one fill at a
-time. Blocks have one fixed shape, so a row's bits depend on the row alone, never on the capacity.
+NOTE [One cosine] ``torch.cos`` on the CPU leaves blocks of some thousand elements to MKL's threads,
+and the first such call of a process is sometimes inaccurate in a part of the tensor (seen on torch
+2.13: float32 errors of 1.5e-4 in about 1 of 60 processes). ``torch.polar`` takes cosine and sine of
+the C library, one element after the other: a row's bits depend on the row alone, never on the
+number of rows or of threads.
 """
 
 from __future__ import annotations
@@ -28,17 +29,15 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rope_compile.checks import LARGEST_ROWS, at_most, device_of, making_on, size
 from rope_compile.config import RopeConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 ROW_MULTIPLE = 128
-_CPU_BLOCK_ELEMENTS = 16384
-_DEVICE_BLOCK_ELEMENTS = 2**20
+_BLOCK_ELEMENTS = 2**18  # bounds the memory beside the table: 6 MB
 _META = torch.device("meta")
-# See NOTE [One thread per block]: two threads that build tables share no first cosine either.
-_FILL_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -82,15 +81,16 @@ def canonical_device(device: torch.device | str | int | None) -> torch.device:
 
     None means the default device, which follows ``torch.set_default_device`` and
     ``with torch.device(...)``.
+
+    Raises:
+        TypeError, ValueError: no device, or none of this machine.
     """
-    if device is None:
-        device = torch.get_default_device()
-    device = torch.device(device)
+    device = torch.get_default_device() if device is None else device_of(device)
     if device.type in ("cpu", "meta"):
         return torch.device(device.type)
     if device.index is not None:
         return device
-    with plain_tensors():
+    with plain_tensors(), making_on(device):
         return torch.empty(0, device=device).device
 
 
@@ -98,13 +98,9 @@ def row_count(name: str, value: object) -> int:
     """A number of rows: an int, not negative.
 
     Raises:
-        TypeError: not an int, or a bool. ValueError: negative.
+        TypeError: not an int, or a bool. ValueError: negative, or beyond every machine.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-    return value
+    return at_most(LARGEST_ROWS, name, size(name, value))
 
 
 def round_up(rows: int, multiple: int = ROW_MULTIPLE) -> int:
@@ -112,16 +108,12 @@ def round_up(rows: int, multiple: int = ROW_MULTIPLE) -> int:
     return -(-rows // multiple) * multiple
 
 
-def _block_rows(half: int, elements: int) -> int:
-    """Rows of a block: a power of two, at most ``elements`` elements wherever that is possible."""
-    return int(2 ** max((elements // half).bit_length() - 1, 0))
-
-
 def _fill(table: Tensor, inv_freq: Tensor, attention_scaling: float) -> None:
     """Write every row of ``table [rows, R]`` by the phase rule, on the device of the table.
 
     float32 frequencies: the phase is the exact product, rounded once to float32. float64: it is not
     rounded. cos and sin are float64, times float32(attention_scaling), rounded once to float32.
+    See NOTE [One cosine].
     """
     half = table.shape[1] // 2
     if half == 0 or table.device.type == "meta":
@@ -131,31 +123,20 @@ def _fill(table: Tensor, inv_freq: Tensor, attention_scaling: float) -> None:
         _fill(staged, inv_freq.to("cpu"), attention_scaling)
         table.copy_(staged)
         return
-    on_cpu = table.device.type == "cpu"
-    # At most 128: the capacity is a multiple of it, so every block of a CPU table is whole.
-    rows = min(ROW_MULTIPLE, _block_rows(half, _CPU_BLOCK_ELEMENTS))
-    if not on_cpu:
-        rows = max(ROW_MULTIPLE, _block_rows(half, _DEVICE_BLOCK_ELEMENTS))
-    scratch = torch.empty(2, rows, half, dtype=torch.float64, device=table.device)
-    phase, wave = scratch.unbind()
-    rounded = torch.empty(rows, half, dtype=torch.float32, device=table.device)
-    positions = torch.arange(rows, dtype=torch.float64, device=table.device).unsqueeze(1)
     frequencies = inv_freq.to(torch.float64)
-    magnitude = torch.tensor(attention_scaling, dtype=torch.float32, device="cpu").item()
-    with _FILL_LOCK:
-        for start in range(0, table.shape[0], rows):
-            torch.mul(positions + start, frequencies, out=phase)
-            if inv_freq.dtype == torch.float32:
-                phase.copy_(rounded.copy_(phase))
-            block = table[start : start + rows]
-            for function, columns in (
-                (torch.cos, block[:, :half]),
-                (torch.sin, block[:, half:]),
-            ):
-                function(phase, out=wave)
-                wave.mul_(magnitude)
-                columns.copy_(wave[: block.shape[0]])
-    if not on_cpu:
+    magnitude = torch.tensor(attention_scaling, dtype=torch.float32, device=table.device).double()
+    rows = max(_BLOCK_ELEMENTS // half, 1)
+    for start in range(0, table.shape[0], rows):
+        block = table[start : start + rows]
+        end = start + block.shape[0]
+        positions = torch.arange(start, end, dtype=torch.float64, device=table.device)
+        phase = positions.unsqueeze(1) * frequencies
+        if inv_freq.dtype == torch.float32:
+            phase = phase.to(torch.float32).to(torch.float64)
+        wave = torch.polar(magnitude.expand_as(phase), phase)
+        block[:, :half].copy_(wave.real)
+        block[:, half:].copy_(wave.imag)
+    if table.device.type == "cuda":
         # Readers on other streams see the finished rows.
         torch.cuda.current_stream(table.device).synchronize()
 
@@ -206,7 +187,8 @@ class RopeTable(nn.Module):
         capacity: rows beyond ``config.max_position`` to start with; rounded up to 128.
 
     Raises:
-        RuntimeError: the current CUDA stream is capturing.
+        TypeError, ValueError: ``device`` or ``capacity``. RuntimeError: the current CUDA stream is
+        capturing.
     """
 
     cos_sin_cache: Tensor
@@ -389,7 +371,7 @@ class RopeTable(nn.Module):
     def _publish(self, capacity: int) -> None:
         """Allocate and fill ``capacity`` rows, then let readers see them."""
         config, device = self.config, self.device
-        with plain_tensors():
+        with plain_tensors(), making_on(device):
             # Filled from the config, not from the buffer, which may have been overwritten.
             frequencies = config.inv_freq(config.phase_dtype).to(device)
             table = torch.empty(capacity, config.rotary_dim, dtype=torch.float32, device=device)

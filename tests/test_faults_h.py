@@ -83,21 +83,65 @@ def test_h1_chunks_of_a_long_prompt_use_one_set() -> None:
     assert_right((whole,), (prompt,), torch.arange(5511), rope.config)
 
 
-def test_h1_sequences_of_one_batch_keep_their_own_set() -> None:
-    """One long request switches the whole batch, vllm-project/vllm PR #4298: a module for each."""
+def by_token(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of sequences one after the other, and the set that each one's length selects."""
+    selector = torch.cat([torch.full((n,), n > 4096) for n in lengths])
+    return torch.cat([torch.arange(n) for n in lengths]), selector
+
+
+def both_sets() -> rc.RopeSelector:
     by_length = longrope(131072, "by_length")
-    lengths = (10, 5000)
-    ropes = [RotaryEmbedding(by_length.with_length(n), "cpu") for n in lengths]
-    for rope, length, chosen in zip(ropes, lengths, SETS, strict=True):
-        positions, q = torch.arange(length), randn(length, 1, 8)
-        solo = RopeConfig(head_dim=8, max_position=length, scaling=longrope(length).scaling)
-        assert rope.inv_freq.tolist() == near(SETS[chosen], 1e-6)
-        assert_right(rope(positions, q), (q, None), positions, solo)
+    return rc.RopeSelector([rc.get_rope(by_length.with_length(n), "cpu") for n in (4096, 131072)])
 
 
-def test_h1_a_choice_by_token_is_refused_by_name() -> None:
+@pytest.mark.parametrize("lengths", [(10, 5000), (5000, 10), (4095, 4096, 4097)])
+def test_h1_sequences_of_one_batch_keep_their_own_set(lengths: tuple[int, ...]) -> None:
+    """One long request switches the whole batch, vllm-project/vllm PR #4298: each as if alone."""
+    rope = both_sets()
+    positions, selector = by_token(lengths)
+    q, k = randn(len(positions), 2, 8), randn(len(positions), 1, 8, seed=1)
+    outs = rope(positions, q, k, selector=selector)
+    start = 0
+    for length in lengths:
+        part = slice(start, start := start + length)
+        solo = RotaryEmbedding(longrope(131072, "by_length").with_length(length), "cpu")
+        alone = solo(positions[part], q[part], k[part])
+        assert solo.inv_freq.tolist() == near(SETS["long" if length > 4096 else "short"], 1e-6)
+        for out, expected, x in zip(outs, alone, (q, k), strict=True):
+            assert torch.equal(out[part], expected)
+            assert_right((out[part],), (x[part],), positions[part], solo.config)
+
+
+def test_h1_no_position_reads_the_rows_of_the_other_set() -> None:
+    """Rows of both sets in one table, NVIDIA/TensorRT-LLM PR #6353: past its own rows too."""
+    rope = both_sets()
+    far = [rope.ropes[0].capacity, 131072 + 4096, 2 * 131072, 2**31 - 1, -1]
+    positions, q = torch.tensor(far), randn(len(far), 2, 8)
+    for number, member in enumerate(rope.ropes):
+        out, _ = rope(positions, q, selector=torch.full((len(far),), number))
+        assert torch.equal(out, member(positions, q)[0])
+        assert_right((out,), (q,), positions, member.config)
+
+
+def test_h1_chunks_of_a_sequence_in_a_batch_use_its_set() -> None:
+    """Chunked prefill mixes both sets, trymirai/uzu PR #604: 5511 tokens beside a short prompt."""
+    rope, long = both_sets(), RotaryEmbedding(longrope(131072), "cpu")
+    prompt, other = randn(5511, 1, 8), randn(3, 1, 8, seed=1)
+    whole = long(torch.arange(5511), prompt)[0]
+    for start in range(0, 5511, 1024):
+        chunk = prompt[start : start + 1024]
+        positions = torch.cat((torch.arange(start, start + len(chunk)), torch.arange(3)))
+        selector = torch.arange(len(positions)) < len(chunk)
+        out = rope(positions, torch.cat((chunk, other)), selector=selector)[0]
+        assert torch.equal(out[: len(chunk)], whole[start : start + len(chunk)])
+
+
+def test_h1_the_choice_is_never_made_in_forward() -> None:
     """One long request switches the whole batch, vllm-project/vllm PR #4298: no silent rule."""
-    with pytest.raises(NotImplementedError, match="'static' or 'by_length', got 'per_sequence'"):
+    rope = both_sets()
+    with pytest.raises(TypeError, match="selector"):
+        rope(torch.arange(5000), randn(5000, 1, 8))
+    with pytest.raises(ValueError, match="got 'per_sequence'; for a choice by sequence give"):
         longrope(131072, "per_sequence")
 
 

@@ -20,8 +20,9 @@ PACKAGE = Path(rc.__file__).parent
 # Each module may import only modules of a smaller number. Kernels are apart: they import nothing
 # else of the package, and only ``ops`` imports them.
 RANK = {
-    "scaling": 0,
-    "axes": 0,
+    "checks": 0,
+    "scaling": 0.5,
+    "axes": 0.5,
     "config": 1,
     "table": 2,
     "ops": 3,
@@ -29,6 +30,7 @@ RANK = {
     "functional": 4,
     "inductor": 4,
     "module": 5,
+    "selector": 6,
     "factory": 6,
     "capture": 7,
     "": 8,  # rope_compile/__init__.py: the names of all of the above
@@ -47,7 +49,7 @@ PUBLIC = {
     *("ProportionalScaling", "ChunkedAxes", "InterleavedAxes", "GlmAxes", "PanguAxes"),
     *("ErnieAxes", "BailingAxes", "XdropeAxes", "AxialAxes"),
     *("positions_from_cu_seqlens", "context_parallel_positions"),
-    *("packed_context_parallel_positions",),
+    *("packed_context_parallel_positions", "RopeSelector"),
     *(
         "CapturePlan",
         "prepare_for_capture",

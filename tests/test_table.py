@@ -11,7 +11,9 @@ import pickle
 import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,14 +115,49 @@ def test_first_row_is_the_identity() -> None:
     assert built.inv_freq[0] == 1.0
 
 
+# Frequencies from 1 to 178 (a base below 1): half a step of float32 is 8e-3 at the largest phase.
+STEEP = config(1024, 8, base=1e-3)
+
+
+def rows_of(phase: torch.Tensor) -> torch.Tensor:
+    """NumPy's float64 cos and sin of ``[rows, R/2]`` phases."""
+    return torch.from_numpy(np.concatenate([np.cos(phase.numpy()), np.sin(phase.numpy())], 1))
+
+
+def exact_phase(inv_freq: torch.Tensor) -> torch.Tensor:
+    """float64 products: exact for float32 frequencies, 10 + 24 bits."""
+    return torch.arange(1024, dtype=torch.float64)[:, None] * inv_freq.double()
+
+
 def test_phase_is_the_rounded_exact_product() -> None:
-    """float32 frequencies: near the exact value to 2.8e-4 up to 4095; float64 ones to 1e-7."""
+    """float32 frequencies: the row is that of the product rounded to float32, and not of another.
+
+    The twins: without the rounding, and with a product that was rounded to 16 bits first.
+    """
+    built = RopeTable(STEEP, "cpu")
+    exact = exact_phase(built.inv_freq)
+    found = built.cos_sin_cache.double()
+    # Half a float32 step of a value below 1, and what float64 cosines leave open.
+    assert (found - rows_of(exact.float().double())).abs().max() <= 2**-25 + 1e-12
+    for twin in (exact, exact.bfloat16().double()):
+        assert (found - rows_of(twin)).abs().max() > 1e-3
+
+
+def test_float64_frequencies_keep_their_phase() -> None:
+    """Neither the frequency nor the product is rounded; the twin rounds the product."""
+    built = RopeTable(replace(STEEP, phase_dtype=torch.float64), "cpu")
+    exact = exact_phase(STEEP.inv_freq(torch.float64))
+    found = built.cos_sin_cache.double()
+    assert (found - rows_of(exact)).abs().max() <= 2**-25 + 1e-12
+    assert (found - rows_of(exact.float().double())).abs().max() > 1e-3
+
+
+def test_float32_phases_are_near_the_exact_ones() -> None:
+    """To 2.8e-4 up to position 4095, of 64 lanes and base 10000: frequency and phase rounded."""
     positions = torch.arange(4096, dtype=torch.float64)
-    exact = config(width=128).inv_freq(torch.float64)
-    wanted = torch.cat([(positions[:, None] * exact).cos(), (positions[:, None] * exact).sin()], 1)
-    for phase_dtype, bound in ((torch.float32, 2.8e-4), (torch.float64, 1e-7)):
-        built = RopeTable(config(4096, 128, phase_dtype=phase_dtype), "cpu")
-        assert (built.cos_sin_cache.double() - wanted).abs().max() <= bound
+    exact = rows_of(positions[:, None] * config(width=128).inv_freq(torch.float64))
+    built = RopeTable(config(4096, 128), "cpu")
+    assert (built.cos_sin_cache.double() - exact).abs().max() <= 2.8e-4
 
 
 @pytest.mark.parametrize(
@@ -631,7 +668,7 @@ def matmuls(seen: list[tuple[str, int]]) -> set[str]:
 def test_no_matmul_builds_a_table(monkeypatch: pytest.MonkeyPatch, phase_dtype) -> None:
     """TF32 would round positions to 11 bits."""
     seen = recorded(monkeypatch, lambda: RopeTable(config(phase_dtype=phase_dtype), "cpu"))
-    assert {"cos", "sin", "mul"} <= {name for name, _ in seen}
+    assert {"polar", "mul"} <= {name for name, _ in seen}
     assert not matmuls(seen)
 
 
@@ -642,14 +679,27 @@ def test_a_matmul_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert matmuls(recorded(monkeypatch, naive)) == {"mm"}
 
 
+def of_mkl(seen: list[tuple[str, int]]) -> set[str]:
+    return {name for name, _ in seen} & {"cos", "sin", "cos_", "sin_", "exp"}
+
+
 @pytest.mark.parametrize("width", [2, 128, 576])
-def test_every_cosine_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """Blocks of one fixed size, below the 32768 elements from which PyTorch uses threads."""
-    seen = recorded(monkeypatch, lambda: RopeTable(config(1024, width), "cpu"))
-    for name in ("cos", "sin"):
-        sizes = {size for found, size in seen if found == name}
-        assert len(sizes) == 1
-        assert max(sizes) <= 16384
+def test_no_cosine_is_left_to_threads_of_mkl(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """A first ``torch.cos`` of a process is not always right; see NOTE [One cosine]."""
+    assert not of_mkl(recorded(monkeypatch, lambda: RopeTable(config(1024, width), "cpu")))
+    assert of_mkl(recorded(monkeypatch, lambda: torch.ones(3).cos())) == {"cos"}  # the twin
+
+
+@pytest.mark.parametrize("elements", [1, 100, 2**30])
+def test_neither_blocks_nor_threads_change_a_bit(monkeypatch: pytest.MonkeyPatch, elements) -> None:
+    expected = content(RopeTable(config(1024), "cpu"))
+    monkeypatch.setattr(table, "_BLOCK_ELEMENTS", elements)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert content(RopeTable(config(1024), "cpu")) == expected
+    finally:
+        torch.set_num_threads(threads)
 
 
 FIRST_TABLE = """

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rope_compile.axes import Style
+from rope_compile.selector import of_tokens
 
 __all__ = ["from_angles", "from_complex", "from_full_width", "from_halves", "of_tokens"]
 
@@ -72,16 +73,3 @@ def from_complex(freqs_cis: Tensor) -> Tensor:
     if not freqs_cis.is_complex():
         raise TypeError(f"freqs_cis must be complex, got {freqs_cis.dtype}")
     return from_halves(freqs_cis.real, freqs_cis.imag)
-
-
-def of_tokens(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The table of gathered rows ``[*tokens, rotary_dim]``, and positions ``[*tokens]`` to read it.
-
-    Dimensions of size 1 broadcast as positions do, so ``[1, seq, rotary_dim]`` serves every batch.
-    """
-    *tokens, width = rows.shape
-    table = rows.reshape(-1, width)
-    positions = torch.arange(table.shape[0], device=rows.device).reshape(tokens)
-    if type(table.shape[0]) is int and table.shape[0] == 0:
-        table = table.new_zeros(1, width)  # without tokens too the operator wants a row
-    return table, positions

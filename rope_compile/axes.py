@@ -18,6 +18,18 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from rope_compile.checks import (
+    device_of,
+    flag,
+    integers,
+    making_on,
+    readable,
+    shown,
+    size,
+    tensor,
+    whole,
+)
+
 Style = Literal["half", "interleaved", "half_blocks", "interleaved_to_half"]
 """How lane i of R/2 finds its two channels, counted from ``rotary_offset``.
 
@@ -33,14 +45,9 @@ AxialFrequencies = Literal["own", "global"]
 
 
 def _widths(name: str, values: object) -> tuple[int, ...]:
-    tolist = getattr(values, "tolist", None)
-    if callable(tolist):
-        values = tolist()
-    if not isinstance(values, list | tuple) or not values:
+    widths = integers(name, values, "non-empty list of integers")
+    if not widths:
         raise TypeError(f"{name} must be a non-empty list of integers, got {values!r}")
-    if any(isinstance(v, bool) or not isinstance(v, int | float) or v != int(v) for v in values):
-        raise TypeError(f"{name} must be a non-empty list of integers, got {values!r}")
-    widths = tuple(int(v) for v in values)
     if min(widths) < 0 or sum(widths) == 0:
         raise ValueError(f"{name} must not be negative nor all zero, got {widths}")
     return widths
@@ -233,6 +240,10 @@ class XdropeAxes(SectionAxes):
 
     full_width: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        flag("XdropeAxes.full_width", self.full_width)
+
     def _section_counts(self) -> tuple[int, ...]:
         return (4,)
 
@@ -272,7 +283,9 @@ class AxialAxes(Axes):
 
     def __post_init__(self) -> None:
         dims = _widths("AxialAxes.dims", self.dims)
-        turns = tuple(range(len(dims))) if self.axis_order is None else tuple(self.axis_order)
+        turns = tuple(range(len(dims)))
+        if self.axis_order is not None:
+            turns = integers("AxialAxes.axis_order", self.axis_order, "list of integers or None")
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "axis_order", turns)
         if any(width % 2 for width in dims):
@@ -381,24 +394,31 @@ def positions_from_cu_seqlens(
         cu_seqlens: int32 or int64 ``[sequences + 1]``, from 0; empty sequences are fine.
         total: tokens in the packed tensor; the ones after ``cu_seqlens[-1]`` are padding and count
             on.
-        starts: ``[sequences]``, the position of each first token (tokens already in the cache).
+        starts: int32 or int64 ``[sequences]``, the position of each first token (tokens already in
+            the cache).
 
     Returns:
         int64 ``[total]`` on the device of ``cu_seqlens``.
+
+    Raises:
+        TypeError: a wrong type or dtype. ValueError: a wrong shape or device; for a tensor on the
+        CPU also ``cu_seqlens`` that do not start at 0 or decrease, and a smaller ``total``.
     """
+    size("total", total)
     _check_boundaries(cu_seqlens)
+    if starts is not None:
+        _check_starts(starts, cu_seqlens)
+    last = _last_boundary(cu_seqlens)
+    if last is not None and total < last:
+        raise ValueError(
+            f"total must be at least cu_seqlens[-1] = {last}, got {total}; it counts the tokens "
+            "of every sequence"
+        )
     boundaries = cu_seqlens.to(torch.int64)
     tokens = torch.arange(total, dtype=torch.int64, device=cu_seqlens.device)
     segments = _segments(boundaries, tokens)
     positions = tokens - boundaries[segments]
-    if starts is None:
-        return positions
-    if starts.shape != (cu_seqlens.shape[0] - 1,):
-        raise ValueError(
-            f"starts must have one entry a sequence, {(cu_seqlens.shape[0] - 1,)}, got "
-            f"{tuple(starts.shape)}"
-        )
-    return positions + starts.to(torch.int64)[segments]
+    return positions if starts is None else positions + starts.to(torch.int64)[segments]
 
 
 def context_parallel_positions(
@@ -409,18 +429,20 @@ def context_parallel_positions(
 
     Returns:
         int64 ``[length / ranks]``, both the indices into the whole sequence and the positions.
+
+    Raises:
+        TypeError: a wrong type. ValueError: a number out of range, or no such device.
     """
+    size("length", length)
     _check_rank(rank, ranks)
     if length % (2 * ranks):
         raise ValueError(
             f"length must be divisible by 2 * ranks = {2 * ranks}, got {length}; pad the sequence"
         )
-    return _zigzag(
-        torch.arange(length // ranks, dtype=torch.int64, device=device),
-        length // (2 * ranks),
-        rank,
-        ranks,
-    )
+    where = None if device is None else device_of(device)
+    with making_on(where):
+        own = torch.arange(length // ranks, dtype=torch.int64, device=where)
+    return _zigzag(own, length // (2 * ranks), rank, ranks)
 
 
 def packed_context_parallel_positions(
@@ -430,7 +452,7 @@ def packed_context_parallel_positions(
 
     Args:
         cu_seqlens: int32 or int64 ``[sequences + 1]`` of the whole packed batch, ``cu_seqlens[-1]
-            == total``; each length a multiple of ``2 * ranks``, which is checked for a tensor on
+            == total``; each length a multiple of ``2 * ranks``. Both are checked for a tensor on
             the CPU only.
         total: tokens in the whole batch.
 
@@ -438,23 +460,28 @@ def packed_context_parallel_positions(
         ``(tokens, positions)``, int64 ``[total / ranks]`` each: indices into the packed batch, and
         positions inside each sequence. Rotate with the second; the first are right only for tables
         of one row a packed token.
+
+    Raises:
+        TypeError, ValueError: as `positions_from_cu_seqlens` and `context_parallel_positions`.
     """
+    size("total", total)
     _check_rank(rank, ranks)
     _check_boundaries(cu_seqlens)
     if total % (2 * ranks):
         raise ValueError(
             f"total must be divisible by 2 * ranks = {2 * ranks}, got {total}; pad the sequences"
         )
-    boundaries = cu_seqlens.to(torch.int64)
-    if (
-        boundaries.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and (boundaries % (2 * ranks)).any()
-    ):
+    last = _last_boundary(cu_seqlens)
+    if last is not None and total != last:
+        raise ValueError(
+            f"total must be cu_seqlens[-1] = {last}, got {total}; padding must be a sequence too"
+        )
+    if last is not None and (cu_seqlens % (2 * ranks)).any():
         raise ValueError(
             f"every sequence length must be divisible by 2 * ranks = {2 * ranks}, got "
-            f"{boundaries.diff().tolist()}"
+            f"{shown(cu_seqlens.diff().tolist())}; pad the sequences"
         )
+    boundaries = cu_seqlens.to(torch.int64)
     own = torch.arange(total // ranks, dtype=torch.int64, device=boundaries.device)
     segments = _segments(boundaries // ranks, own)
     starts = boundaries[segments]
@@ -472,15 +499,46 @@ def _zigzag(own: Tensor, chunk: Tensor | int, rank: int, ranks: int) -> Tensor:
 
 
 def _check_rank(rank: int, ranks: int) -> None:
+    whole("rank", rank)
+    whole("ranks", ranks)
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"rank must be in 0..ranks - 1, got rank {rank} of {ranks} ranks")
 
 
+def _check_integers(name: str, x: object, kind: str = "an int32 or int64 tensor") -> None:
+    dtype = tensor(name, x, kind).dtype
+    if dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {dtype}")
+
+
 def _check_boundaries(cu_seqlens: Tensor) -> None:
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    _check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             "cu_seqlens must be [sequences + 1] with a sequence or more, got "
             f"{tuple(cu_seqlens.shape)}"
+        )
+
+
+def _last_boundary(cu_seqlens: Tensor) -> int | None:
+    """The last one, and all of them checked, where reading waits for nothing; else None."""
+    if not readable(cu_seqlens):
+        return None
+    if cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any():
+        raise ValueError(
+            f"cu_seqlens must start at 0 and never decrease, got {shown(cu_seqlens.tolist())}"
+        )
+    return int(cu_seqlens[-1])
+
+
+def _check_starts(starts: Tensor, cu_seqlens: Tensor) -> None:
+    _check_integers("starts", starts, "an int32 or int64 tensor or None")
+    if starts.shape != (cu_seqlens.shape[0] - 1,):
+        raise ValueError(
+            f"starts must have one entry a sequence, {(cu_seqlens.shape[0] - 1,)}, got "
+            f"{tuple(starts.shape)}"
+        )
+    if starts.device != cu_seqlens.device:
+        raise ValueError(
+            f"starts must be on the device of cu_seqlens, {cu_seqlens.device}, got {starts.device}"
         )

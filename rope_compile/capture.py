@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rope_compile.config import RopeConfig
+from rope_compile.config import RopeConfig, entry_of
 from rope_compile.factory import live_tables, registry
 from rope_compile.table import RopeTable, round_up, row_count
 
@@ -44,9 +44,7 @@ class CapturePlan:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            value = row_count(name, getattr(self, name))
-            if value == 0 and name in ("max_position", "align"):
-                raise ValueError(f"{name} must be at least 1, got 0")
+            _rows(name, getattr(self, name), least=int(name in ("max_position", "align")))
 
     @property
     def required_length(self) -> int:
@@ -79,11 +77,11 @@ class CapturePlan:
             speculative_steps, draft_tokens, margin, align: as in the class.
 
         Raises:
-            ValueError: a model names no length.
+            ValueError: a model names no length, or a negative one. Others as the class.
         """
         return cls(
-            max_position=_longest("target", target),
-            draft_max_position=0 if draft is None else _longest("draft", draft),
+            max_position=_rows("target", _longest("target", target), least=1),
+            draft_max_position=0 if draft is None else _rows("draft", _longest("draft", draft)),
             speculative_steps=speculative_steps,
             draft_tokens=draft_tokens,
             margin=margin,
@@ -91,9 +89,16 @@ class CapturePlan:
         )
 
 
+def _rows(name: str, value: object, least: int = 0) -> int:
+    rows = row_count(name, value)
+    if rows < least:
+        raise ValueError(f"{name} must be at least {least}, got {rows}")
+    return rows
+
+
 def _longest(name: str, source: object) -> int:
     """The longest sequence that a model, configuration or number stands for."""
-    if isinstance(source, int):
+    if isinstance(source, int) and not isinstance(source, bool):
         return source
     if isinstance(source, RopeConfig):
         return source.max_position
@@ -118,15 +123,11 @@ def _longest(name: str, source: object) -> int:
 
 
 def _config_lengths(config: object) -> list[int]:
-    def read(key: str) -> object:
-        if isinstance(config, Mapping):
-            return config.get(key)
-        return getattr(config, key, None)
-
-    found = [read("max_position_embeddings"), read("max_position")]
-    lengths = [n for n in found if isinstance(n, int) and not isinstance(n, bool)]
-    text = read("text_config")
-    return lengths if text is None else [*lengths, *_config_lengths(text)]
+    """Of a configuration and of its text configuration."""
+    text = entry_of(config, "text_config")
+    names = ("max_position_embeddings", "max_position")
+    found = [entry_of(one, name) for one in (config, text) for name in names]
+    return [n for n in found if isinstance(n, int) and not isinstance(n, bool)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +197,21 @@ class CaptureReport:
         return "\n".join([*rows, total])
 
 
+def _modules(model: object) -> list[nn.Module]:
+    candidates: Iterable[object] = [model]
+    # A tensor is no list of modules, and one without dimensions cannot be iterated.
+    if isinstance(model, Iterable) and not isinstance(model, nn.Module | Tensor):
+        candidates = model
+    modules = []
+    for one in candidates:
+        if not isinstance(one, nn.Module):
+            raise TypeError(
+                f"model must be a module, several modules or None, got {type(one).__name__}"
+            )
+        modules.append(one)
+    return modules
+
+
 def _named_tables(model: Model) -> list[tuple[str, RopeTable]]:
     """Every table of a model, of several, or of the registry; each once."""
     if model is None:
@@ -203,16 +219,9 @@ def _named_tables(model: Model) -> list[tuple[str, RopeTable]]:
             (f"head_dim={table.config.head_dim}, base={table.config.base:g}", table)
             for table in live_tables()
         ]
-    if isinstance(model, nn.Module):
-        models: list[nn.Module] = [model]
-    else:
-        models = list(model)
+    models = _modules(model)
     found: dict[int, tuple[str, RopeTable]] = {}
     for i, one in enumerate(models):
-        if not isinstance(one, nn.Module):
-            raise TypeError(
-                f"model must be a module, several modules or None, got {type(one).__name__}"
-            )
         prefix = f"{i}." if len(models) > 1 else ""
         own = False
         for name, module in one.named_modules():

@@ -30,6 +30,20 @@ from rope_compile.axes import (
     Style,
     XdropeAxes,
 )
+from rope_compile.checks import (
+    LARGEST_ROWS,
+    at_most,
+    channels,
+    count,
+    dictionary,
+    flag,
+    integer,
+    listed,
+    non_negative,
+    number,
+    positive,
+    shown,
+)
 from rope_compile.scaling import (
     DeepseekYarnScaling,
     DefaultScaling,
@@ -46,18 +60,13 @@ from rope_compile.scaling import (
     ProportionalScaling,
     Scaling,
     YarnScaling,
-    count,
-    flag,
-    integer,
-    listed,
+    factor_list,
     magnitude,
-    non_negative,
-    number,
-    positive,
 )
 
 Dialect = Literal["transformers", "sglang", "vllm"]
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +106,10 @@ class RopeConfig:
     def __post_init__(self) -> None:
         width: int | None = self.rotary_dim
         checked = {
-            "head_dim": count("head_dim", self.head_dim),
-            "max_position": count("max_position", self.max_position),
+            "head_dim": channels("head_dim", self.head_dim),
+            "max_position": at_most(
+                LARGEST_ROWS, "max_position", count("max_position", self.max_position)
+            ),
             "rotary_dim": integer("rotary_dim", self.head_dim if width is None else width),
             "rotary_offset": integer("rotary_offset", self.rotary_offset),
             "base": positive("base", self.base),
@@ -124,14 +135,17 @@ class RopeConfig:
                 f"({self.head_dim - self.rotary_dim}), got {self.rotary_offset}"
             )
         if self.style not in get_args(Style):
-            raise ValueError(f"style must be one of {list(get_args(Style))}, got {self.style!r}")
+            raise ValueError(
+                f"style must be one of {list(get_args(Style))}, got {shown(self.style)}"
+            )
         if not isinstance(self.scaling, Scaling):
             raise TypeError(
-                f"scaling must be a Scaling such as DefaultScaling(), got {self.scaling!r}"
+                f"scaling must be a Scaling such as DefaultScaling(), got {shown(self.scaling)}"
             )
         if not isinstance(self.axes, Axes | None):
             raise TypeError(
-                f"axes must be an Axes such as ChunkedAxes((16, 24, 24)) or None, got {self.axes!r}"
+                "axes must be an Axes such as ChunkedAxes((16, 24, 24)) or None, got "
+                f"{shown(self.axes)}"
             )
         if self.phase_dtype not in (torch.float32, torch.float64):
             raise TypeError(
@@ -158,18 +172,18 @@ class RopeConfig:
                 ``torch.float64`` evaluates the same formula in float64.
             length: the length for ``by_length`` policies, an int or a 0-d integer tensor (the
                 result is then on its device); all others ignore it.
+
+        Raises:
+            TypeError, ValueError: another dtype, or a length that is no positive integer.
         """
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-        chosen = length is not None and self.scaling.by_length
-        served = (
-            length
-            if chosen and length is not None
-            else self.scaling.served_length(self.max_position)
-        )
+        length = _maybe(_length, "length", length)
+        if length is None or not self.scaling.by_length:
+            length = self.scaling.served_length(self.max_position)
 
         def frequencies(width: int) -> Tensor:
-            return self.scaling.inv_freq(Lanes(width, self.base, dtype), served)
+            return self.scaling.inv_freq(Lanes(width, self.base, dtype), length)
 
         with torch.inference_mode(False):
             if self.rotary_dim == 0:
@@ -261,13 +275,13 @@ class RopeConfig:
         return _translate(
             rope,
             _Model(
-                head_dim=head_dim,
+                head_dim=channels("head_dim", head_dim),
                 style=style,
                 axes=axes,
-                rotary_dim=rotary_dim,
+                rotary_dim=_maybe(integer, "rotary_dim", rotary_dim),
                 name=name,
                 rotary_offset=rotary_offset,
-                max_position_embeddings=model_max_position,
+                max_position_embeddings=_maybe(count, "model_max_position", model_max_position),
             ),
             base=base,
             partial=partial_rotary_factor,
@@ -302,6 +316,23 @@ class RopeConfig:
             layer type.
         """
         return _from_transformers(hf_config, layer_type, max_position)
+
+
+def _maybe(rule: Callable[[str, object], T], name: str, value: object) -> T | None:
+    """The checked value; None stays None."""
+    return None if value is None else rule(name, value)
+
+
+def _length(name: str, value: object) -> int | Tensor:
+    if not isinstance(value, Tensor):
+        return count(name, value)
+    integral = not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+    if value.dim() or not integral:
+        raise TypeError(
+            f"{name} must be a positive integer, a 0-d integer tensor or None, got {shown(value)} "
+            f"of {value.dtype}"
+        )
+    return value
 
 
 # ---- one flat dictionary -> scaling, axes, width
@@ -347,8 +378,7 @@ class _Keys:
     def maybe(self, key: str, rule: Callable[[str, object], T]) -> T | None:
         """The checked value; None when the key is absent or null."""
         self._known.add(key)
-        value = self._left.pop(key, None)
-        return None if value is None else rule(key, value)
+        return _maybe(rule, key, self._left.pop(key, None))
 
     def take(self, key: str, rule: Callable[[str, object], T]) -> T:
         """The checked value of a required key."""
@@ -364,9 +394,9 @@ class _Keys:
 
     def ratio(self, original: int, model_max: int) -> float:
         """A required ``factor`` that may be null, meaning M / original length."""
-        if "factor" in self._left and self._left["factor"] is None:
-            return self.maybe("factor", positive) or model_max / original
-        return self.take("factor", positive)
+        null = "factor" in self._left and "factor" not in self
+        given = (self.maybe if null else self.take)("factor", positive)
+        return model_max / original if given is None else given
 
     def finish(self) -> None:
         if not self._left:
@@ -385,7 +415,7 @@ def _linear(keys: _Keys, context: _Context) -> Scaling:
     def single(name: str, value: object) -> float:
         if isinstance(value, list | tuple):
             raise NotImplementedError(
-                f"{name} must be one number, got the list {value!r}: one table per config for now"
+                f"{name} must be one number, got {shown(value)}: one table per config for now"
             )
         return positive(name, value)
 
@@ -510,15 +540,12 @@ def _llama3(keys: _Keys, context: _Context) -> Scaling:
 
 
 def _longrope(keys: _Keys, context: _Context) -> Scaling:
-    def entries(name: str, value: object) -> tuple[float, ...]:
-        return value  # type: ignore[return-value]  # LongRopeScaling checks each entry
-
     original = keys.take(_LO, count)
     factor, implied = keys.maybe("factor", positive), context.model_max / original
     policy: LongRopePolicy = "static" if context.dialect == "vllm" else "by_length"
     return LongRopeScaling(
-        short_factor=keys.take("short_factor", entries),
-        long_factor=keys.take("long_factor", entries),
+        short_factor=keys.take("short_factor", factor_list),
+        long_factor=keys.take("long_factor", factor_list),
         original_max_position=original,
         policy=policy,
         factor=factor if factor is not None and context.dialect == "transformers" else implied,
@@ -562,11 +589,12 @@ _TYPES: dict[str, tuple[Callable[[_Keys, _Context], Scaling], str | None]] = {
     "proportional": (_proportional, None),
 }
 _READ_ORIGINAL = (_yarn, _deepseek_yarn, _telechat_yarn, _llama3, _longrope)
-_SAME_TYPES = (
-    frozenset({"su", "longrope"}),
-    frozenset({"mrope", "default"}),
-    frozenset({"xdrope", "dynamic"}),
-)
+# Two types that one dictionary may name, and which of them counts.
+_SAME_TYPES = {
+    frozenset({"su", "longrope"}): "su",
+    frozenset({"mrope", "default"}): "mrope",
+    frozenset({"xdrope", "dynamic"}): "xdrope",
+}
 _NOT_YET = (
     "use_fope",
     "fope_init_factor",
@@ -594,7 +622,7 @@ _FLAGS = {
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}")
+        raise TypeError(f"{name} must be a string, got {shown(value)}")
     return value
 
 
@@ -602,17 +630,15 @@ def _rope_type(keys: _Keys) -> str:
     spelled = {
         key: value for key in ("rope_type", "type") if (value := keys.maybe(key, _text)) is not None
     }
-    if len(set(spelled.values())) > 1:
-        pair = frozenset(spelled.values())
-        if pair not in _SAME_TYPES:
+    kinds = frozenset(spelled.values())
+    if len(kinds) > 1:
+        if kinds not in _SAME_TYPES:
             raise ValueError(f"{keys.name} must have one type, got {spelled}")
-        return next(
-            value for value in spelled.values() if value not in ("default", "dynamic", "longrope")
-        )
-    if not spelled:
+        return _SAME_TYPES[kinds]
+    if not kinds:
         # Mistral's params.json names no type; `beta` and `apply_scale` occur nowhere else.
         return "mistral_yarn" if "beta" in keys or "apply_scale" in keys else "default"
-    kind = next(iter(spelled.values()))
+    (kind,) = kinds
     if kind not in _TYPES:
         close = difflib.get_close_matches(kind, _TYPES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -623,10 +649,10 @@ def _rope_type(keys: _Keys) -> str:
 
 
 def _sections(name: str, value: object) -> tuple[int, ...]:
-    value = listed(value)
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"{name} must be a list of integers, got {value!r}")
-    return tuple(integer(f"{name}[{axis}]", entry) for axis, entry in enumerate(value))
+    entries = listed(value)
+    if not isinstance(entries, list | tuple):
+        raise TypeError(f"{name} must be a list of integers, got {shown(value)}")
+    return tuple(integer(f"{name}[{axis}]", entry) for axis, entry in enumerate(entries))
 
 
 def _pick_axes(
@@ -672,10 +698,10 @@ def _pick_axes(
     return _AXES[kind or "chunked"](sections)
 
 
-def _same(name: str, inside: float | None, beside: float | None, where: str) -> float | None:
+def _same(name: str, inside: N | None, beside: N | None, where: str) -> N | None:
     if inside is not None and beside is not None and inside != beside:
         raise ValueError(
-            f"{name} must have one value, got {inside:g} in {where} and {beside:g} beside it"
+            f"{name} must have one value, got {inside:.15g} in {where} and {beside:.15g} beside it"
         )
     return beside if inside is None else inside
 
@@ -717,13 +743,9 @@ def _translate(
     dialect: Dialect = "transformers",
 ) -> RopeConfig:
     if dialect not in get_args(Dialect):
-        raise ValueError(f"dialect must be one of {list(get_args(Dialect))}, got {dialect!r}")
-    if rope is not None and not isinstance(rope, Mapping):
-        raise TypeError(f"{model.name} must be a dictionary or None, got {rope!r}")
-    entries = dict(rope or {})
-    for key in entries:
-        if not isinstance(key, str):
-            raise TypeError(f"{model.name} must have strings for keys, got {key!r}")
+        raise ValueError(f"dialect must be one of {list(get_args(Dialect))}, got {shown(dialect)}")
+    max_position = count("max_position", max_position)
+    entries = dict(dictionary(model.name, rope))
     for key in _NOT_YET:
         if entries.pop(key, None):
             raise NotImplementedError(
@@ -738,14 +760,14 @@ def _translate(
     theta = _same(
         "rope_theta",
         keys.maybe("rope_theta", positive),
-        _maybe("base (rope_theta)", base),
+        _maybe(positive, "base (rope_theta)", base),
         model.name,
     )
     if theta is None:
         raise ValueError(
             f"{model.name} must have 'rope_theta', or base must be given beside it, got neither"
         )
-    beside = _maybe("partial_rotary_factor", partial)
+    beside = _maybe(positive, "partial_rotary_factor", partial)
     if dialect == "sglang" and beside is not None and model.rotary_dim is not None:
         if beside < 1:
             model = dataclasses.replace(model, rotary_dim=int(model.rotary_dim * beside))
@@ -753,15 +775,15 @@ def _translate(
     share = _same(
         "partial_rotary_factor", keys.maybe("partial_rotary_factor", positive), beside, model.name
     )
-    stored = keys.maybe("max_position_embeddings", count)
-    _same("max_position_embeddings", stored, model.max_position_embeddings, model.name)
+    model_max = _same(
+        "max_position_embeddings",
+        keys.maybe("max_position_embeddings", count),
+        model.max_position_embeddings,
+        model.name,
+    )
     keys.maybe("llama_4_scaling_beta", number)  # for mistral_query_scale; not part of the rotation
     last = keys.maybe("is_deepseek_v4", flag)
-    context = _Context(
-        dialect=dialect,
-        model_max=model.max_position_embeddings or stored or max_position,
-        partial=share,
-    )
+    context = _Context(dialect=dialect, model_max=model_max or max_position, partial=share)
     parser, implied = _TYPES[kind]
     width = model.head_dim if kind == "proportional" else _width(keys, model, share)
     axes = _pick_axes(keys, implied, model, width, dialect)
@@ -778,10 +800,6 @@ def _translate(
         axes=axes,
         phase_dtype=phase_dtype,
     )
-
-
-def _maybe(name: str, value: object) -> float | None:
-    return None if value is None else positive(name, value)
 
 
 # ---- transformers
@@ -868,6 +886,16 @@ _TWO_THETAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 _SHARED = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
+def entry_of(config: object, name: str) -> object:
+    """An entry of a configuration, be it an object or a dictionary; None where there is none."""
+    if isinstance(config, Mapping):
+        return config.get(name)
+    try:
+        return getattr(config, name, None)
+    except ValueError:  # transformers refuses to read globally what differs per layer
+        return None
+
+
 class _Source:
     """Reads a config object or dictionary; an attribute that raises or is None counts as absent."""
 
@@ -875,33 +903,22 @@ class _Source:
         self.config = config
 
     def get(self, *names: str) -> object:
-        for name in names:
-            value = self._read(name)
-            if value is not None:
-                return value
-        return None
-
-    def _read(self, name: str) -> object:
-        if isinstance(self.config, Mapping):
-            return self.config.get(name)
-        try:
-            return getattr(self.config, name, None)
-        except ValueError:  # transformers refuses to read globally what differs per layer
-            return None
+        found = (entry_of(self.config, name) for name in names)
+        return next((value for value in found if value is not None), None)
 
     def count(self, *names: str) -> int | None:
-        value = self.get(*names)
-        return None if value is None else count(names[0], value)
+        return _maybe(count, names[0], self.get(*names))
 
     def mapping(self, name: str) -> Mapping[str, object]:
-        value = self.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            raise TypeError(f"{name} must be a dictionary or None, got {value!r}")
-        return value or {}
+        return dictionary(name, self.get(name))
 
     def labels(self) -> tuple[str, ...]:
         names = self.get("_rope_type_labels", "layer_types")
-        return tuple(dict.fromkeys(names)) if isinstance(names, list | tuple) else ()
+        if names is None:
+            return ()
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"layer_types must be a list of strings, got {shown(names)}")
+        return tuple(dict.fromkeys(names))
 
     def default_theta(self) -> tuple[object, ...]:
         """Theta of the class: an object cannot tell it from one that was given."""
@@ -941,11 +958,12 @@ def _flat_rope(source: _Source) -> Mapping[str, object]:
     return rope or old
 
 
-def _pick_layer(
-    source: _Source, layer_type: str | None
-) -> tuple[dict[str, object] | None, object, bool]:
-    """The flat dictionary of a layer type (None: no RoPE), the theta beside it, and whether that
-    theta is shared."""
+# The RoPE dictionary of a layer type (None: no RoPE), the theta beside it, and whether the
+# dictionary is flat: one for all layer types.
+_Layer = tuple[dict[str, object] | None, object, bool]
+
+
+def _pick_layer(source: _Source, layer_type: str | None) -> _Layer:
     rope, labels = _flat_rope(source), source.labels()
     nested = [
         key
@@ -955,35 +973,50 @@ def _pick_layer(
     theta = source.get("rope_theta", "rotary_emb_base", "global_rope_theta")
     second = next((name for name in _TWO_THETAS if source.get(name) is not None), None)
     if nested:
-        if layer_type not in nested:
-            raise ValueError(f"layer_type must be one of {nested}, got {layer_type!r}")
-        strangers = sorted(set(rope) - set(nested) - _SHARED)
-        if strangers:
-            raise ValueError(
-                f"rope_parameters has unknown keys {strangers} beside its layer types {nested}"
-            )
-        entry = rope[layer_type]
-        if isinstance(entry, Mapping):
-            return dict(entry), None if entry.get("rope_theta") is not None else theta, False
-        return None, None, False
+        return _nested_layer(rope, nested, theta, layer_type)
     if second is not None:
-        own, other, scaled = _TWO_THETAS[second]
-        if layer_type not in (own, other):
-            raise ValueError(
-                f"layer_type must be {other!r} or {own!r} for a config with {second!r}, got "
-                f"{layer_type!r}"
-            )
-        entries = dict(rope) if layer_type in scaled else {}
-        if layer_type == own:
-            entries.pop("rope_theta", None)
-        if own == "compress" and entries.get("rope_type", entries.get("type")) == "yarn":
-            entries.setdefault("attention_factor", 1.0)
-        return entries, source.get(second) if layer_type == own else theta, True
+        return _one_of_two_thetas(rope, theta, second, source.get(second), layer_type)
     if layer_type is not None and layer_type not in labels:
         raise ValueError(
-            f"layer_type must be one of the config's layer types {list(labels)}, got {layer_type!r}"
+            f"layer_type must be one of the config's layer types {list(labels)}, got "
+            f"{shown(layer_type)}"
         )
     return dict(rope), theta, True
+
+
+def _nested_layer(
+    rope: Mapping[str, object], nested: list[str], theta: object, layer_type: str | None
+) -> _Layer:
+    """From a dictionary with an entry for each layer type."""
+    if layer_type not in nested:
+        raise ValueError(f"layer_type must be one of {nested}, got {shown(layer_type)}")
+    strangers = sorted(set(rope) - set(nested) - _SHARED)
+    if strangers:
+        raise ValueError(
+            f"rope_parameters has unknown keys {strangers} beside its layer types {nested}"
+        )
+    entry = rope[layer_type]
+    if not isinstance(entry, Mapping):
+        return None, None, False
+    return dict(entry), None if entry.get("rope_theta") is not None else theta, False
+
+
+def _one_of_two_thetas(
+    rope: Mapping[str, object], theta: object, name: str, second: object, layer_type: str | None
+) -> _Layer:
+    """From a v4 config with a theta for each of two layer types."""
+    own, other, scaled = _TWO_THETAS[name]
+    if layer_type not in (own, other):
+        raise ValueError(
+            f"layer_type must be {other!r} or {own!r} for a config with {name!r}, got "
+            f"{shown(layer_type)}"
+        )
+    entries = dict(rope) if layer_type in scaled else {}
+    if layer_type == own:
+        entries.pop("rope_theta", None)
+    if own == "compress" and entries.get("rope_type", entries.get("type")) == "yarn":
+        entries.setdefault("attention_factor", 1.0)
+    return entries, second if layer_type == own else theta, True
 
 
 def _from_transformers(

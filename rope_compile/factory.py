@@ -176,8 +176,9 @@ def get_rope(config: RopeConfig, device: torch.device | str | int | None = None)
         device: where; None means the default device.
 
     Raises:
-        TypeError: config is no RopeConfig. RuntimeError: a module would have to be built while the
-            current CUDA stream captures.
+        TypeError: config is no RopeConfig, or device no device. ValueError: this machine has no
+            such device. RuntimeError: a module would have to be built while the current CUDA stream
+            captures.
     """
     if not isinstance(config, RopeConfig):
         raise TypeError(

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from rope_compile.axes import Axes, Style
-from rope_compile.ops import rope_inplace_op, rope_op
+from rope_compile.checks import flag, shown, tensor
+from rope_compile.ops import STYLES, rope_inplace_op, rope_op
 
 # What calling the two operators calls; a tenth of a call at one token. Compilers know the operators
 # alone. The attribute is private (torch 2.11 to 2.14): without it this module fails to import.
 _rope, _rope_inplace = rope_op._op, rope_inplace_op._op
+
+# What an argument of a type that the schema of the operators refuses must be.
+_MUST_BE = {
+    "q": "a tensor",
+    "k": "a tensor or None",
+    "positions": "a tensor",
+    "cos_sin_cache": "a tensor",
+    "inv_freq": "a tensor or None",
+    "axes": "an Axes, one axis for each lane, or None",
+    "style": f"one of {STYLES}",
+    "rotary_offset": "an int",
+    "attention_scaling": "a number",
+    "inverse": "True or False",
+}
 
 
 class _Debug:
@@ -34,7 +50,7 @@ def debug(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
         with rc.debug():      # on inside only
             ...
     """
-    before, _Debug.enabled = _Debug.enabled, bool(enabled)
+    before, _Debug.enabled = _Debug.enabled, flag("enabled", enabled)
 
     @contextlib.contextmanager
     def restoring() -> Iterator[None]:
@@ -48,7 +64,7 @@ def debug(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
 
 def _check_bounds(positions: Tensor, cos_sin_cache: Tensor) -> None:
     """Raise for a position outside the table; silent where reading the values is not possible."""
-    if positions.device.type == "meta" or type(positions) is not Tensor or not positions.numel():
+    if type(positions) is not Tensor or positions.device.type == "meta" or not positions.numel():
         return
     if positions.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
@@ -100,6 +116,24 @@ def _attend(
     return positions, cos_sin_cache, lane_axes
 
 
+def _explain(error: RuntimeError, *arguments: object) -> None:
+    """Raise our own sentence where an operator refused an argument of a wrong type.
+
+    Nothing is checked before the call: torch does, and its text names the argument. The text is
+    private (torch 2.11 to 2.14); tests/test_errors.py fails when it changes.
+    """
+    refused = re.match(r"rope_compile::rope_?\(\) Expected .* for argument '(\w+)'", str(error))
+    for name, value in zip(_MUST_BE, arguments, strict=True):
+        if refused and name == refused[1]:
+            got = type(value).__name__ if "tensor" in _MUST_BE[name] else shown(value)
+            raise TypeError(f"{name} must be {_MUST_BE[name]}, got {got}") from error
+        if isinstance(value, Tensor) and value.is_nested:
+            raise TypeError(
+                f"{name} must be a dense tensor, got a nested one; rotate its values(), by "
+                "positions_from_cu_seqlens"
+            ) from error
+
+
 def rotate(
     q: Tensor,
     k: Tensor | None,
@@ -113,14 +147,21 @@ def rotate(
     inverse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The operator behind the debug check; arguments as in the schema of ``rope``."""
+    if inverse is not False and inverse is not True:
+        flag("inverse", inverse)  # torch would take None for False, and 1.5 for True
     operator = _rope
     if torch.compiler.is_compiling() or _Debug.enabled or type(q) is not Tensor:
         operator = rope_op
         positions, cos_sin_cache, lane_axes = _attend(q, positions, cos_sin_cache, lane_axes)
-    return operator(  # type: ignore[no-any-return]
+    arguments = (
         q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
         attention_scaling, inverse,
     )  # fmt: skip
+    try:
+        return operator(*arguments)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        _explain(error, *arguments)
+        raise
 
 
 def rotate_(
@@ -136,14 +177,21 @@ def rotate_(
     inverse: bool,
 ) -> None:
     """In-place twin of :func:`rotate`."""
+    if inverse is not False and inverse is not True:
+        flag("inverse", inverse)
     operator = _rope_inplace
     if torch.compiler.is_compiling() or _Debug.enabled or type(q) is not Tensor:
         operator = rope_inplace_op
         positions, cos_sin_cache, lane_axes = _attend(q, positions, cos_sin_cache, lane_axes)
-    operator(
+    arguments = (
         q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
         attention_scaling, inverse,
     )  # fmt: skip
+    try:
+        operator(*arguments)
+    except RuntimeError as error:
+        _explain(error, *arguments)
+        raise
 
 
 def _lane_axes(
@@ -153,10 +201,9 @@ def _lane_axes(
     style: Style,
 ) -> Sequence[int]:
     """Check what the operator cannot see (types, the stated width) and expand the axis map."""
-    if not isinstance(cos_sin_cache, Tensor):
-        raise TypeError(
-            f"cos_sin_cache must be a tensor [rows, rotary_dim], got {type(cos_sin_cache).__name__}"
-        )
+    tensor("cos_sin_cache", cos_sin_cache, "a tensor [rows, rotary_dim]")
+    if isinstance(rotary_dim, Tensor):
+        raise TypeError(f"rotary_dim must be an int or None, got {shown(rotary_dim)}")
     if rotary_dim is not None and rotary_dim != cos_sin_cache.shape[-1]:
         raise ValueError(
             f"rotary_dim must be the width of cos_sin_cache, {cos_sin_cache.shape[-1]}, got "
@@ -168,18 +215,6 @@ def _lane_axes(
         return axes
     axes.check(cos_sin_cache.shape[-1], style)
     return axes.lane_axes(cos_sin_cache.shape[-1])
-
-
-def _check_tensors(q: Tensor, k: Tensor | None, positions: Tensor, inv_freq: Tensor | None) -> None:
-    for name, x, optional in (
-        ("q", q, False),
-        ("k", k, True),
-        ("positions", positions, False),
-        ("inv_freq", inv_freq, True),
-    ):
-        if not isinstance(x, Tensor) and not (optional and x is None):
-            expected = "a tensor or None" if optional else "a tensor"
-            raise TypeError(f"{name} must be {expected}, got {type(x).__name__}")
 
 
 def apply_rope(
@@ -232,7 +267,6 @@ def apply_rope(
     Raises:
         ValueError: shape, device or range. TypeError: dtype or type.
     """
-    _check_tensors(q, k, positions, inv_freq)
     lane_axes = _lane_axes(cos_sin_cache, rotary_dim, axes, style)
     return rotate(
         q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,
@@ -264,7 +298,6 @@ def apply_rope_(
         ValueError: q or k overlaps itself (stride-0 heads) or the other one; style
             ``"interleaved_to_half"``; else as :func:`apply_rope`. TypeError: as there.
     """
-    _check_tensors(q, k, positions, inv_freq)
     lane_axes = _lane_axes(cos_sin_cache, rotary_dim, axes, style)
     rotate_(
         q, k, positions, cos_sin_cache, inv_freq, lane_axes, style, rotary_offset,

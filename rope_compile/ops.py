@@ -85,13 +85,18 @@ def check_arguments(
     Raises:
         ValueError: device, shape or range. TypeError: dtype.
     """
-    device = q.device
-    if (
-        positions.device != device
-        or cos_sin_cache.device != device
-        or (k is not None and k.device != device)
-        or (inv_freq is not None and inv_freq.device != device)
-    ):
+    try:
+        device = q.device
+        apart = (
+            positions.device != device
+            or cos_sin_cache.device != device
+            or (k is not None and k.device != device)
+            or (inv_freq is not None and inv_freq.device != device)
+        )
+    except AttributeError as error:
+        _raise_missing(error, q=q, positions=positions, cos_sin_cache=cos_sin_cache)
+        raise
+    if apart:
         _raise_devices(q, k, positions, cos_sin_cache, inv_freq)
     if q.dtype not in FLOAT_DTYPES or (k is not None and k.dtype not in FLOAT_DTYPES):
         wrong = [("q", q.dtype), ("k", None if k is None else k.dtype)]
@@ -205,6 +210,13 @@ def _check_axes(positions: Tensor, axes: Sequence[int], half: int, style: str, q
     _check_broadcast(positions.shape[1:], positions, q)
 
 
+def _raise_missing(error: AttributeError, **required: Tensor | None) -> None:
+    """Name the tensor that is None: torch lets it pass, for a tensor that is not defined."""
+    for name, x in required.items():
+        if x is None:
+            raise TypeError(f"{name} must be a tensor, got NoneType") from error
+
+
 def _raise_devices(*tensors: Tensor | None) -> None:
     names = ("q", "k", "positions", "cos_sin_cache", "inv_freq")
     seen = ", ".join(
@@ -220,14 +232,22 @@ def check_alive(**tensors: Tensor | None) -> None:
     """Refuse memory that was taken away: a storage resized to nothing still has its shape.
 
     Raises:
-        ValueError: the tensor has elements and no bytes.
+        ValueError: the tensor has elements and no bytes. TypeError: it has no storage to look at.
     """
     for name, x in tensors.items():
         if x is None:
             continue
         # Plain tensors alone: others have no memory of their own, and a symbolic size no value.
         plain = type(x) is Tensor and x.device.type != "meta" and x.numel() > 0
-        if plain and x.untyped_storage().nbytes() == 0:
+        if not plain:
+            continue
+        try:
+            size = x.untyped_storage().nbytes()
+        except NotImplementedError as error:
+            raise TypeError(
+                f"{name} must be a dense tensor, got layout {x.layout}; use to_dense()"
+            ) from error
+        if size == 0:
             raise ValueError(
                 f"{name} must have memory, got a freed storage for shape {tuple(x.shape)}; "
                 "fetch the table again with get_rope, or call rebuild_() once memory is back"

@@ -21,80 +21,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from rope_compile.checks import count, flag, listed, non_negative, positive, shown
+
 GrowthClass = Literal["S", "U"]
 DynamicPolicy = Literal["by_length", "static_factor", "static_max"]
 LongRopePolicy = Literal["static", "by_length"]
-
-
-# Far beyond every model; products and quotients of a few such numbers are finite in float64, and
-# float32 holds each.
-LARGEST = 1e30
-
-
-def number(name: str, value: object) -> float:
-    """A float from an int, float, numeric string, NumPy scalar or 0-d tensor.
-
-    Raises:
-        TypeError: anything else, bool included. ValueError: NaN, infinity, a string that is no
-        number, or a size that float32 formulas cannot hold.
-    """
-    item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "ndim", None) == 0:
-        value = item()
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    try:
-        result = float(value)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must be a number, got {value!r}") from error
-    if not math.isfinite(result):
-        raise ValueError(f"{name} must be finite, got {value!r}")
-    if result and not 1 / LARGEST <= abs(result) <= LARGEST:
-        raise ValueError(f"{name} must be 0 or of a size between 1e-30 and 1e30, got {value!r}")
-    return result
-
-
-def positive(name: str, value: object) -> float:
-    """As `number`, and larger than 0."""
-    result = number(name, value)
-    if result <= 0:
-        raise ValueError(f"{name} must be positive, got {value!r}")
-    return result
-
-
-def non_negative(name: str, value: object) -> float:
-    """As `number`, and at least 0."""
-    result = number(name, value)
-    if result < 0:
-        raise ValueError(f"{name} must not be negative, got {value!r}")
-    return result
-
-
-def integer(name: str, value: object) -> int:
-    """As `number`, with an integral value; exact for ints beyond 2**53."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value.bit_length() > 63:
-            raise ValueError(f"{name} must fit in 64 bits, got {value.bit_length()} bits")
-        return value
-    result = number(name, value)
-    if not result.is_integer():
-        raise ValueError(f"{name} must be an integer, got {value!r}")
-    return int(result)
-
-
-def count(name: str, value: object) -> int:
-    """As `integer`, and at least 1."""
-    result = integer(name, value)
-    if result < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return result
-
-
-def flag(name: str, value: object) -> bool:
-    """A bool; anything else, 0 and 1 included, is a TypeError."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
 
 
 def normalise(
@@ -113,7 +44,7 @@ def choice(target: object, name: str, allowed: Sequence[str]) -> None:
     value = getattr(target, name)
     if value not in allowed:
         owner = type(target).__name__
-        raise ValueError(f"{owner}.{name} must be one of {list(allowed)}, got {value!r}")
+        raise ValueError(f"{owner}.{name} must be one of {list(allowed)}, got {shown(value)}")
 
 
 def magnitude(factor: float, mscale: float = 1.0) -> float:
@@ -549,17 +480,12 @@ class Llama3Scaling(Scaling):
         return torch.where(long | short, result, blended)
 
 
-def listed(value: object) -> object:
-    """An array or a tensor as a list (or number); anything else as it is."""
-    tolist = getattr(value, "tolist", None)
-    return tolist() if callable(tolist) else value
-
-
-def _factor_list(name: str, value: object) -> tuple[float, ...]:
-    value = listed(value)
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"{name} must be a list of numbers, got {value!r}")
-    return tuple(positive(f"{name}[{lane}]", entry) for lane, entry in enumerate(value))
+def factor_list(name: str, value: object) -> tuple[float, ...]:
+    """A list, tuple, array or tensor of positive numbers."""
+    entries = listed(value)
+    if not isinstance(entries, list | tuple):
+        raise TypeError(f"{name} must be a list of numbers, got {shown(value)}")
+    return tuple(positive(f"{name}[{lane}]", entry) for lane, entry in enumerate(entries))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -587,14 +513,14 @@ class LongRopeScaling(_ByPolicy):
 
     def __post_init__(self) -> None:
         if str(self.policy) == "per_sequence":
-            raise NotImplementedError(
-                "LongRopeScaling.policy must be 'static' or 'by_length', got 'per_sequence', which "
-                "is not implemented yet"
+            raise ValueError(
+                "LongRopeScaling.policy must be 'static' or 'by_length', got 'per_sequence'; for a "
+                "choice by sequence give RopeSelector a module of each length (config.with_length)"
             )
         choice(self, "policy", get_args(LongRopePolicy))
         super().__post_init__()
         optional = ("factor", "attention_factor", "short_mscale", "long_mscale")
-        lists = dict.fromkeys(("short_factor", "long_factor"), _factor_list)
+        lists = dict.fromkeys(("short_factor", "long_factor"), factor_list)
         normalise(self, {**lists, "original_max_position": count})
         normalise(self, dict.fromkeys(optional, positive), *optional)
         mscales = (self.short_mscale, self.long_mscale)

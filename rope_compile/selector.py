@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rope_compile.functional import _check_tensors, rotate, rotate_
+from rope_compile.checks import tensor
+from rope_compile.functional import rotate, rotate_
 from rope_compile.module import RotaryEmbedding
 
 _ALIKE = ("head_dim", "rotary_dim", "rotary_offset", "style", "lane_axes")
@@ -123,9 +124,7 @@ class RopeSelector(nn.Module):
             TypeError, ValueError: as `rope_compile.apply_rope`, or a wrong selector.
         """
         table, at, axes = self._chosen(positions, q, selector)
-        return rotate(
-            q, k, at, table, None, axes, self._style, self._rotary_offset, 1.0, inverse
-        )  # fmt: skip
+        return rotate(q, k, at, table, None, axes, self._style, self._rotary_offset, 1.0, inverse)
 
     def apply_(
         self,
@@ -138,9 +137,7 @@ class RopeSelector(nn.Module):
     ) -> None:
         """:meth:`forward` in place: writes q and k; see `rope_compile.apply_rope_`."""
         table, at, axes = self._chosen(positions, q, selector)
-        rotate_(
-            q, k, at, table, None, axes, self._style, self._rotary_offset, 1.0, inverse
-        )  # fmt: skip
+        rotate_(q, k, at, table, None, axes, self._style, self._rotary_offset, 1.0, inverse)
 
     def reserve(self, rows: int) -> bool:
         """Make the capacity of every module at least ``rows``; see `RotaryEmbedding.reserve`."""
@@ -154,7 +151,8 @@ class RopeSelector(nn.Module):
         self, positions: Tensor, q: Tensor, selector: Tensor
     ) -> tuple[Tensor, Tensor, Sequence[int]]:
         """A table of one row for each token, the positions to read it, and the axes."""
-        _check_tensors(q, None, positions, None)
+        tensor("q", q)
+        tensor("positions", positions)
         first, *others = self._modules_in_order()
         rows = self._rows(first, positions, q)
         _check_selector(selector, rows)
@@ -185,8 +183,7 @@ class RopeSelector(nn.Module):
 
 def _check_selector(selector: Tensor, rows: Tensor) -> None:
     """Refuse what would not choose one module for each token of ``rows [*tokens, rotary_dim]``."""
-    if not isinstance(selector, Tensor):
-        raise TypeError(f"selector must be a tensor, got {type(selector).__name__}")
+    tensor("selector", selector)
     if selector.dtype not in _SELECTOR_DTYPES:
         raise TypeError(
             f"selector must be bool, int32 or int64, got {selector.dtype}; it is the number of a "

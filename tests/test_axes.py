@@ -183,6 +183,19 @@ def test_position_helpers_read_nothing_on_the_host():
     assert tokens.shape == positions.shape == (4,)
 
 
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")
+def test_position_helpers_map_over_boundaries():
+    """Nor may a mapped tensor be read; each row is what the row alone gives."""
+    many = torch.tensor([[0, 4, 8], [0, 8, 8], [0, 0, 8]])
+    mapped = torch.vmap(lambda b: positions_from_cu_seqlens(b, 8))(many)
+    assert torch.equal(mapped, torch.stack([positions_from_cu_seqlens(b, 8) for b in many]))
+
+    def dealt(boundaries):
+        return packed_context_parallel_positions(boundaries, 8, rank=1, ranks=2)[1]
+
+    assert torch.equal(torch.vmap(dealt)(many), torch.stack([dealt(b) for b in many]))
+
+
 def test_positions_from_cu_seqlens_compiles_to_one_graph():
     explained = torch._dynamo.explain(lambda b: positions_from_cu_seqlens(b, 8))(
         torch.tensor([0, 3, 3, 8])

@@ -107,7 +107,7 @@ def forbidden(module: str, source: str) -> list[str]:
         elif target == "kernels":
             if module != "ops":
                 bad.append(name)
-        elif target == own and own in ("integrations", "demo", "bench"):
+        elif target == own and own in ("inductor", "integrations", "demo", "bench"):
             continue  # inside a subpackage; its own order is its own affair
         elif RANK[target] >= RANK[own]:
             bad.append(name)

@@ -306,7 +306,7 @@ def test_graph_of_dynamo(found: dict[str, Found]) -> None:
 %8 = getitem(%7, 0)
 %9 = getitem(%7, 1)
 %10 = getitem(%7, 2)
-%11 = rope_compile.rope.default(%8, %9, %2, %4, %3, (), half, 0, 1, False)
+%11 = rope_compile.rope.default(%8, %9, %3, %2, %4, (), half, 0, 1, False)
 %12 = getitem(%11, 0)
 %13 = getitem(%11, 1)
 %14 = relu(%12)
@@ -327,7 +327,7 @@ def test_functional_graph(found: dict[str, Found]) -> None:
 %10 = getitem(%7, 2)
 %11 = aten.empty.memory_format([77, 32, 128])
 %12 = aten.empty.memory_format([77, 8, 128])
-%13 = aten.expand.default(%2, [77])
+%13 = aten.expand.default(%3, [77])
 %14 = aten.unsqueeze.default(%8, 0)
 %15 = aten.unsqueeze.default(%9, 0)
 %16 = aten.unsqueeze.default(%11, 0)
@@ -335,7 +335,7 @@ def test_functional_graph(found: dict[str, Found]) -> None:
 %18 = aten.unsqueeze.default(%13, -2)
 %19 = triton_kernel_wrapper_functional(
     q_ptr=%14, k_ptr=%15, q_out_ptr=%16, k_out_ptr=%17,
-    positions_ptr=%18, cos_sin_cache_ptr=%4, inv_freq_ptr=%3)
+    positions_ptr=%18, cos_sin_cache_ptr=%2, inv_freq_ptr=%4)
 %20 = getitem(%19, q_out_ptr)
 %21 = getitem(%19, k_out_ptr)
 %22 = aten.squeeze.dim(%20, 0)

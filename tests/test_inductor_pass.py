@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +72,11 @@ def check_same(function: Callable[..., object], *args: object, count: int = 0) -
     torch.testing.assert_close(actual, function(*args), rtol=2e-6, atol=2e-6)
     assert sum(compiled.counts) == count
     return compiled
+
+
+def calls_of(compiled: Compiled) -> list[fx.Node]:
+    """The operators in its first graph."""
+    return compiled.graphs[0].graph.find_nodes(op="call_function", target=rope_op)
 
 
 # ----------------------------------------------------------------- the forms that models write
@@ -313,13 +320,9 @@ def test_packed_projection() -> None:
     args = randn(B, S, 16), randn(16, 11 * D, seed=1) / 4, randn(S, 1, D // 2, seed=2)
     compiled = check_same(packed, *args, count=1)
     check_same(q_only, *args, count=1)
-    (call,) = compiled.graphs[0].graph.find_nodes(op="call_function", target=rope_op)
+    (call,) = calls_of(compiled)
     for source in call.args[:2]:
-        way = []
-        while source.target is not torch.ops.aten.mm.default:
-            way.append(source.target)
-            source = source.args[0]
-        assert {str(x) for x in way} <= {
+        assert set(way_to_projection(source)) <= {
             "aten.permute.default",
             "aten.split_with_sizes.default",
             "aten.view.default",
@@ -387,8 +390,7 @@ def test_one_table_for_all_layers() -> None:
         return q, k
 
     q, k, _ = arguments("batch_heads_seq", "rotate_half")
-    graph = check_same(model, q, k, randn(B, S, D // 2), count=3).graphs[0].graph
-    calls = graph.find_nodes(op="call_function", target=rope_op)
+    calls = calls_of(check_same(model, q, k, randn(B, S, D // 2), count=3))
     assert len({call.args[3] for call in calls}) == 1
     assert len({call.args[2] for call in calls}) == 1
     assert [x.count for x in inductor.report()] == [3]
@@ -411,8 +413,7 @@ def test_gathered_cache() -> None:
         compiled = Compiled(model)
         actual = compiled(*args)
     torch.testing.assert_close(actual, model(*args), rtol=1e-5, atol=1e-4)
-    graph = compiled.graphs[0].graph
-    calls = graph.find_nodes(op="call_function", target=rope_op)
+    calls = calls_of(compiled)
     assert len(calls) == 2
     assert len({call.args[3] for call in calls}) == 1
 
@@ -434,6 +435,175 @@ def test_pairs_that_wait_for_one_another() -> None:
 
     # c and d in one call, so a and the last one must not wait for one another.
     check_same(crossed, *arguments("tokens_heads", "rotate_half"), count=3)
+
+
+def shared_view(k: Tensor) -> Tensor:
+    return k.view(k.shape[0], 1, -1, k.shape[-1])
+
+
+def shared_unsqueezed(k: Tensor) -> Tensor:
+    return k.unsqueeze(1)
+
+
+def shared_transposed(k: Tensor) -> Tensor:
+    return k.view(*k.shape[:2], 1, k.shape[-1]).transpose(1, 2)
+
+
+def shared_doubled(k: Tensor) -> Tensor:
+    return (2 * k).unsqueeze(1)
+
+
+NOPE, ROPE, LATENT = 12, 8, 14
+
+
+def latent_attention(
+    x: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    wkv: Tensor,
+    angles: Tensor,
+    form: Callable[..., Tensor],
+    shared: Callable[..., Tensor],
+    before: int,
+) -> tuple[Tensor, Tensor]:
+    """Multi-head latent attention: q is copied and rotated channels, one head of k is for all.
+
+    The channels of k lie behind ``before`` others of one projection.
+    """
+    batch, seq, _ = x.shape
+    q = (x @ wq).view(batch, seq, 5, NOPE + ROPE).transpose(1, 2)
+    latent, k, _ = (x @ wk).split([before, ROPE, wk.shape[1] - before - ROPE], -1)
+    copied = (latent.relu() @ wkv[:before]).view(batch, seq, 5, NOPE).transpose(1, 2)
+    q_copied, q = q.split([NOPE, ROPE], -1)
+    q, k = form(q, angles), form(shared(k), angles)
+    keys = torch.cat((copied, k.expand(-1, 5, -1, -1)), -1)
+    scores = torch.cat((q_copied, q), -1) @ keys.transpose(-1, -2)
+    return scores.softmax(-1) @ copied, k
+
+
+def latent_arguments(batch: int = B, seq: int = S) -> list[Tensor]:
+    weights = (16, 5 * (NOPE + ROPE)), (16, LATENT + ROPE), (LATENT, 5 * NOPE)
+    drawn = [randn(*size, seed=i) / 4 for i, size in enumerate(weights)]
+    return [randn(batch, seq, 16, seed=7), *drawn, randn(batch, 1, seq, ROPE // 2, seed=8)]
+
+
+def way_to_projection(source: fx.Node) -> list[str]:
+    way = []
+    while source.target is not torch.ops.aten.mm.default:
+        way.append(str(source.target))
+        source = source.args[0]
+    return way
+
+
+# Form, how k becomes a head, how many channels lie before it, and whether those can be seen with
+# it, as many as q copies; else zeros are put there.
+LATENT_CASES: list[tuple[str, Callable[[Tensor], Tensor], int, bool]] = [
+    ("rotate_half", shared_view, LATENT, True),
+    ("interleaved", shared_view, LATENT, True),
+    ("deinterleaved", shared_unsqueezed, LATENT, True),
+    ("complex_numbers", shared_transposed, NOPE, True),
+    ("rotate_half", shared_view, NOPE - 1, False),
+    ("deinterleaved", shared_doubled, LATENT, False),
+]
+
+
+@pytest.mark.parametrize(("form", "shared", "before", "seen"), LATENT_CASES)
+def test_latent_attention(
+    form: str, shared: Callable[[Tensor], Tensor], before: int, seen: bool
+) -> None:
+    """q with channels before the rotated ones, k without: one call, of views where they allow it.
+
+    The gradients are one call too. Strides of results are those of the model.
+    """
+    args = latent_arguments()
+    more = {"form": FORMS[form][0], "shared": shared, "before": before}
+    leaves = [x.requires_grad_() for x in args[:4]]
+    with inductor.enable():
+        trained = Compiled(functools.partial(latent_attention, **more))
+        actual = trained(*args)
+        grads = torch.autograd.grad([x.square().sum() for x in actual], leaves)
+        found = inductor.report()
+        inference = Compiled(functools.partial(latent_attention, **more))
+        with torch.no_grad():
+            inferred = inference(*args)
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    expected = latent_attention(*exact_args, **more)
+    assert [strides(x) for x in inferred] == [strides(x) for x in expected]
+    wanted = torch.autograd.grad([x.square().sum() for x in expected], exact_args[:4])
+    for a, b in zip((*actual, *inferred, *grads), (*expected, *expected, *wanted), strict=True):
+        assert (a.double() - b).abs().max() <= 1e-5 * b.abs().max()
+    assert trained.counts == [1, 1]
+    assert inference.counts == [1]
+    shapes = {(B, 5, S, NOPE + ROPE), (B, 1, S, ROPE)}
+    assert [(x.joined, set(x.shapes), x.backward) for x in found] == [
+        (True, shapes, False),
+        (True, shapes, True),
+    ]
+    (call,) = calls_of(inference)
+    for source in call.args[:2]:
+        assert source.meta["val"].shape[-1] == NOPE + ROPE
+        padded = not seen and source.meta["val"].shape[-2] == 1  # k
+        assert ("aten.constant_pad_nd.default" in way_to_projection(source)) == padded
+
+
+def test_channels_before_k_do_not_matter() -> None:
+    """What k is seen with may hold anything; one channel further on would be another result."""
+
+    def model(q: Tensor, wide: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        return partial_last(q, angles), interleaved(wide[:, :1, :, D - 8 :], angles)
+
+    q, k, angles = arguments("batch_heads_seq", "partial_last")
+    k[..., : D - 8] = float("nan")
+    (call,) = calls_of(check_same(model, q, k, angles, count=1))
+    assert [x.meta["val"].shape[-1] for x in call.args[:2]] == [D, D]
+    assert "constant_pad_nd" not in str(call.graph)
+    expected = model(q, k, angles)[1]
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(model(q, k.roll(1, -1), angles)[1], expected)
+
+
+def test_latent_attention_of_dynamic_sizes() -> None:
+    """One graph for every batch and token count, k seen with the channels before it."""
+
+    def model(*args: Tensor) -> tuple[Tensor, Tensor]:
+        return latent_attention(*args, form=rotate_half, shared=shared_view, before=LATENT)
+
+    with inductor.enable(), torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = Compiled(model)
+        for batch, seq in ((2, 7), (3, 11), (5, 2)):
+            args = latent_arguments(batch, seq)
+            for x, dims in ((args[0], (0, 1)), (args[4], (0, 2))):
+                torch._dynamo.mark_dynamic(x, dims)
+            torch.testing.assert_close(compiled(*args), model(*args), rtol=1e-5, atol=1e-5)
+    assert compiled.counts == [1]
+
+
+def test_offsets_that_differ_stay_apart() -> None:
+    """Many heads are not copied to lie like others; those that lie alike find one another."""
+
+    def two_calls(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        return partial_last(q, angles), interleaved(k[..., :8], angles)
+
+    q, k, angles = arguments("batch_heads_seq", "partial_last")
+    check_same(two_calls, q, k, angles, count=2)
+    check_same(two_calls, q, k[:, :1], angles, count=1)
+
+    def indexer(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
+        """Two pairs with one table: k alone, q behind others, and a pair that lies alike."""
+        narrow = interleaved(k[:, :1, :, :8], angles)
+        return (
+            narrow,
+            partial_last(q, angles),
+            partial_last(k[:, :1], angles),
+            interleaved(q[..., :8], angles),
+        )
+
+    compiled = check_same(indexer, q, k, angles, count=2)
+    assert {x.shapes for x in inductor.report()} == {
+        ((B, 1, S, 8), (B, 5, S, 8)),
+        ((B, 5, S, D), (B, 1, S, D)),
+    }
+    assert {call.args[7] for call in calls_of(compiled)} == {0, D - 8}
 
 
 def test_intermediate_results_used_elsewhere() -> None:
@@ -717,9 +887,17 @@ def test_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "99.0")
     keys.append(key())
     monkeypatch.undo()
-    monkeypatch.setattr(Path, "read_bytes", lambda _path: b"other code")
+    read: list[str] = []
+
+    def other_code(path: Path) -> bytes:
+        read.append(path.name)
+        return b"other code"
+
+    monkeypatch.setattr(Path, "read_bytes", other_code)
     keys.append(key())
     monkeypatch.undo()
+    own = [path.name for path in Path(inductor.__file__).parent.glob("*.py")]
+    assert sorted(read) == sorted([*own, "ops.py", "triton_rope.py"])
     inductor.disable()
     inductor_config.joint_custom_pre_pass = Count()
     inductor.enable()
@@ -802,6 +980,27 @@ def test_import_is_lazy() -> None:
     )
 
 
+# Each imports only those before it.
+MODULES = [
+    *("nodes", "expressions", "reader", "arithmetic", "rules", "rotations"),
+    *("writer", "strides", "widening", "rewrite", "__init__"),
+]
+
+
+def upward(name: str, source: str) -> set[str]:
+    """The modules of the pass that one imports and must not."""
+    found = set(re.findall(r"rope_compile\.inductor(?:\.(\w+))? import", source))
+    return found - set(MODULES[: MODULES.index(name)])
+
+
+def test_imports_inside_run_one_way() -> None:
+    files = {path.stem: path for path in Path(inductor.__file__).parent.glob("*.py")}
+    assert set(files) == set(MODULES)
+    assert not {name for name, path in files.items() if upward(name, path.read_text())}
+    assert upward("reader", "from rope_compile.inductor.rules import rule_of") == {"rules"}
+    assert upward("reader", "from rope_compile.inductor import enable") == {""}
+
+
 # ------------------------------------------------------------------------------------- whole models
 
 
@@ -874,8 +1073,26 @@ def layers(x: Tensor, weight: Tensor, positions: Tensor, inv_freq: Tensor) -> Te
 
 def turned_by_split(x: Tensor) -> Tensor:
     """``turned`` without Python slices, which fake CUDA tensors lack on a CPU build."""
-    a, b = x.split(64, -1)
+    a, b = x.split(x.shape[-1] // 2, -1)
     return torch.cat((-b, a), -1)
+
+
+def latent_layer(
+    x: Tensor, wq: Tensor, wk: Tensor, wkv: Tensor, positions: Tensor, inv_freq: Tensor
+) -> Tensor:
+    """Multi-head latent attention with the widths of DeepSeek-V3 (arXiv 2412.19437), 16 heads."""
+    cos, sin = full((positions.unsqueeze(1) * inv_freq).view(1, 1, 77, 32), x)
+    q_copied, q = (x @ wq).view(3, 77, 16, 192).transpose(1, 2).split([128, 64], -1)
+    latent, k = (x @ wk).split([512, 64], -1)
+    copied = (latent.relu() @ wkv).view(3, 77, 16, 128).transpose(1, 2)
+    q, k = (y * cos + turned_by_split(y) * sin for y in (q, k.view(3, 1, 77, 64)))
+    keys = torch.cat((copied, k.expand(3, 16, 77, 64)), -1)
+    return torch.cat((q_copied, q), -1) @ keys.transpose(-1, -2)
+
+
+def latent_layer_arguments() -> tuple[Tensor, ...]:
+    weights = cuda(1024, 3072), cuda(1024, 576), cuda(512, 2048)
+    return cuda(3, 77, 1024), *weights, cuda(77, dtype=torch.float32), cuda(32, dtype=torch.float32)
 
 
 def layers_arguments() -> tuple[Tensor, ...]:
@@ -883,10 +1100,15 @@ def layers_arguments() -> tuple[Tensor, ...]:
     return cuda(77, 4096), cuda(4096, 6144), cuda(77, dtype=torch.float32), inv_freq
 
 
-def test_one_launch_a_layer_on_a_gpu() -> None:
-    """One inlined launch for q and k of a layer, views passed as views, one table for all."""
+@pytest.fixture(scope="module")
+def found() -> dict[str, Found]:
+    """What Inductor writes, from a process of its own: a CPU build of torch may end it."""
     output = run_child("-W", "ignore", str(Path(__file__)))
-    found = {name: Found(**values) for name, values in json.loads(output).items()}
+    return {name: Found(**values) for name, values in json.loads(output).items()}
+
+
+def test_one_launch_a_layer_on_a_gpu(found: dict[str, Found]) -> None:
+    """One inlined launch for q and k of a layer, views passed as views, one table for all."""
     off, on = found["off"], found["on"]
     assert off.rope == []
     assert len(on.rope) == 2
@@ -902,10 +1124,23 @@ def test_one_launch_a_layer_on_a_gpu() -> None:
     assert len([name for name in off.launches if "cos" in name]) >= 2
 
 
+def test_one_launch_for_latent_attention_on_a_gpu(found: dict[str, Found]) -> None:
+    """The one head of k is read where the projection wrote it, with channels that q copies too."""
+    (launch,) = found["latent"].rope
+    assert "torch.ops.rope_compile" not in found["latent"].calls
+    sources = sorted(launch[name].partition(", ")[2] for name in ("q_ptr", "k_ptr"))
+    assert sources == [
+        "(3, 77, 1, 192), (44352, 576, 44352, 1), 384)",
+        "(3, 77, 16, 192), (236544, 3072, 192, 1), 0)",
+    ]
+    assert all(launch[x].startswith("reinterpret_tensor(buf") for x in ("q_ptr", "k_ptr"))
+
+
 def _print_found() -> None:
     found = {"off": inductor_code(layers, layers_arguments)}
     with inductor.enable():
         found["on"] = inductor_code(layers, layers_arguments)
+        found["latent"] = inductor_code(latent_layer, latent_layer_arguments)
     sys.stdout.write(json.dumps({name: dataclasses.asdict(x) for name, x in found.items()}))
 
 

@@ -11,6 +11,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.library import opcheck
 from torch.testing._internal.optests import OpCheckError
 
+from rope_compile.kernels import cpu
 from rope_compile.ops import rope_inplace_op, rope_op
 
 from oracle import assert_near_oracle, oracle_rotate, oracle_table
@@ -24,6 +25,7 @@ from support import (
     ulp_distance,
 )
 
+rope_torch = torch.ops.rope_compile.rope_torch.default
 ROWS = 128
 STYLES = ("half", "interleaved")
 
@@ -650,16 +652,65 @@ def test_heads_first_tensors_come_in_as_views() -> None:
     assert torch.equal(x.transpose(1, 2), expected)
 
 
-def test_blocks_of_tokens_do_not_show() -> None:
+def in_blocks(monkeypatch: pytest.MonkeyPatch, elements: int, rope_into=cpu.rope_into):
+    """Plain torch in blocks of so many elements; the shape ``(batch, seq)`` of each comes here."""
+    shapes = []
+
+    def recorded(pairs, *rest) -> None:
+        shapes.append(tuple(pairs[0][1].shape[:2]))
+        rope_into(pairs, *rest)
+
+    monkeypatch.setattr(cpu, "ELEMENTS_PER_BLOCK", elements)
+    monkeypatch.setattr(cpu, "rope_into", recorded)
+    return shapes
+
+
+def one_by_one(operator, q: torch.Tensor, positions: torch.Tensor, rest: tuple) -> torch.Tensor:
+    """``[batch, seq, heads, head_dim]`` from a call for every token."""
+    rows = zip(q.flatten(0, 1), positions.flatten(), strict=True)
+    return torch.cat([operator(x[None], None, p[None], *rest)[0] for x, p in rows]).view_as(q)
+
+
+# Elements of a block of 32 a token, for 3 sequences of 150: parts of one, two at once, single ones.
+BLOCKS = {
+    64 * 32: [(1, 64), (1, 64), (1, 22)] * 3,
+    310 * 32: [(2, 150), (1, 150)],
+    31: [(1, 1)] * 450,
+}
+
+
+@pytest.mark.parametrize("elements", BLOCKS)
+def test_blocks_of_tokens_do_not_show(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     """More tokens than one cache block, in one and in two dimensions: equal to token by token."""
     rest = rest_of(16)
     positions = torch.randint(-5, 200, (3, 150))
     q = randn(3, 150, 2, 16)
-    out = rope_op(q, None, positions, *rest)[0]
-    for b, s in ((0, 0), (1, 63), (1, 64), (2, 149)):
-        one = rope_op(q[b, s : s + 1], None, positions[b, s : s + 1], *rest)[0]
-        assert torch.equal(out[b, s : s + 1], one)
-    assert torch.equal(out.transpose(0, 1), rope_op(q.transpose(0, 1), None, positions.T, *rest)[0])
+    expected = one_by_one(rope_torch, q, positions, rest)
+    assert torch.equal(one_by_one(rope_op, q, positions, rest), expected)
+    shapes = in_blocks(monkeypatch, elements)
+    assert torch.equal(rope_torch(q, None, positions, *rest)[0], expected)
+    assert shapes == BLOCKS[elements]
+    turned = rope_torch(q.transpose(0, 1), None, positions.T, *rest)[0]
+    assert torch.equal(turned.transpose(0, 1), expected)
+    flat = rope_torch(q.flatten(0, 1), None, positions.flatten(), *rest)[0]
+    assert torch.equal(flat.view_as(q), expected)
+
+
+def test_a_block_with_the_positions_of_another_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong twin: every block is rotated by the positions of the first one."""
+    first = []
+
+    def forgetful(pairs, positions, *rest) -> None:
+        first.append(positions)
+        cpu_rope_into(pairs, first[0], *rest)
+
+    cpu_rope_into = cpu.rope_into
+    rest, positions, q = rest_of(16), torch.arange(60).view(1, 60), randn(1, 60, 2, 16)
+    expected = rope_torch(q, None, positions, *rest)[0]
+    in_blocks(monkeypatch, 20 * 32, forgetful)
+    found = rope_torch(q, None, positions, *rest)[0]
+    assert torch.equal(found[:, :20], expected[:, :20])
+    assert not torch.isclose(found[:, 20:], expected[:, 20:]).flatten(2).all(2).any()
 
 
 def test_q_and_k_may_differ_in_dtype_width_and_strides() -> None:

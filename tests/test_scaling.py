@@ -742,8 +742,8 @@ def test_lengths_are_integers():
         ),
         (
             lambda: longrope("per_sequence"),
-            NotImplementedError,
-            "policy must be 'static' or 'by_length', got 'per_sequence', which is not impl",
+            ValueError,
+            "policy must be 'static' or 'by_length', got 'per_sequence'; for a choice by sequence",
         ),
         (
             lambda: longrope("sometimes"),

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rope_compile.axes import Axes
+from rope_compile.checks import channels, count, dictionary, integer, positive, shown
+from rope_compile.checks import flag as check_flag
 from rope_compile.config import Dialect, RopeConfig
 from rope_compile.factory import get_rope
 from rope_compile.functional import apply_rope, apply_rope_, rotate
@@ -32,11 +34,11 @@ from rope_compile.scaling import (
     Scaling,
     YarnScaling,
 )
-from rope_compile.scaling import flag as check_flag
 
 __all__ = [
     "PeerRotaryEmbedding",
     "add_offsets",
+    "narrowed",
     "peer_config",
     "plain_config",
     "refuse_dual_chunk",
@@ -148,12 +150,14 @@ def peer_config(
 ) -> RopeConfig:
     """`RopeConfig` of a peer's ``get_rope`` arguments; see `RopeConfig.from_dict` for what it
     raises."""
+    rope, max_position = dictionary(name, rope), count("max_position", max_position)
+    inside = rope.get("max_position_embeddings") is not None
     config = RopeConfig.from_dict(
         rope,
-        head_dim=head_size,
+        head_dim=channels("head_size", head_size),
         rotary_dim=rotary_dim,
         max_position=max_position,
-        model_max_position=None if _has(rope, "max_position_embeddings") else max_position,
+        model_max_position=None if inside else max_position,
         base=base,
         partial_rotary_factor=partial_rotary_factor,
         style=style_of(not check_flag("is_neox_style", is_neox_style)),
@@ -174,9 +178,9 @@ def plain_config(
 ) -> RopeConfig:
     """`RopeConfig` of the arguments of a peer's ``RotaryEmbedding`` class."""
     return RopeConfig(
-        head_dim=head_size,
+        head_dim=channels("head_size", head_size),
         rotary_dim=rotary_dim,
-        max_position=max_position,
+        max_position=count("max_position_embeddings", max_position),
         base=base,
         style=style_of(not is_neox_style),
         axes=axes,
@@ -196,12 +200,13 @@ def sglang_config(
     """The configuration behind SGLang's ``get_rope``, and AITER's, which has the same arguments."""
     width: int | None = rotary_dim
     share: float | None = partial_rotary_factor
-    kind = None if rope_scaling is None else rope_scaling.get("rope_type", rope_scaling.get("type"))
-    if kind == "proportional":
+    rope = dictionary("rope_scaling", rope_scaling)
+    if rope.get("rope_type", rope.get("type")) == "proportional":
         # Here the narrowed width says how many lanes move; all of head_size is paired.
-        width, share = None, int(rotary_dim * partial_rotary_factor) / head_size
+        moving = narrowed(rotary_dim, partial_rotary_factor)
+        width, share = None, moving / channels("head_size", head_size)
     return peer_config(
-        rope_scaling,
+        rope,
         head_size=head_size,
         rotary_dim=width,
         max_position=max_position,
@@ -212,6 +217,12 @@ def sglang_config(
     )
 
 
+def narrowed(rotary_dim: int, partial_rotary_factor: float) -> int:
+    """The width behind two arguments: a factor below 1 multiplies ``rotary_dim``."""
+    share = positive("partial_rotary_factor", partial_rotary_factor)
+    return int(integer("rotary_dim", rotary_dim) * min(share, 1.0))
+
+
 def refuse_dual_chunk(dual_chunk_attention_config: object) -> None:
     """Raise NotImplementedError unless it is None."""
     if dual_chunk_attention_config is not None:
@@ -219,10 +230,6 @@ def refuse_dual_chunk(dual_chunk_attention_config: object) -> None:
             "dual_chunk_attention_config must be None, got one: dual chunk attention, with its "
             "five query outputs, is not implemented yet"
         )
-
-
-def _has(rope: Mapping[str, object] | None, key: str) -> bool:
-    return rope is not None and rope.get(key) is not None
 
 
 def _rows(config: RopeConfig) -> int:
@@ -257,13 +264,13 @@ class PeerRotaryEmbedding(nn.Module):
         device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
+        self.dtype = _dtype(dtype)
         self.rope = get_rope(config, device)
         self.head_size = config.head_dim
         self.rotary_dim = config.rotary_dim
         self.max_position_embeddings = max_position_embeddings
         self.base = config.base
         self.is_neox_style = config.style == "half"
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self._has_axes = config.axes is not None
 
     @property
@@ -314,6 +321,14 @@ class PeerRotaryEmbedding(nn.Module):
         )
 
 
+def _dtype(dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None:
+        return torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or None, got {shown(dtype)}")
+    return dtype
+
+
 Peer = TypeVar("Peer", bound=PeerRotaryEmbedding)
 
 # Weak: the registry behind get_rope keeps the tables, these keep nothing alive.
@@ -329,9 +344,9 @@ def shared(
     device: torch.device | str | int | None = None,
 ) -> Peer:
     """The ``kind`` of these arguments: one object while it lives, over the live shared rope."""
-    rope = get_rope(config, device)
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    key = (kind, rope, max_position_embeddings, dtype)
+    dtype = _dtype(dtype)
+    max_position_embeddings = count("max_position", max_position_embeddings)
+    key = (kind, get_rope(config, device), max_position_embeddings, dtype)
     with _LOCK:
         module = _PEERS.get(key)
         if not isinstance(module, kind):

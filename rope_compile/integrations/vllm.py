@@ -27,10 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from rope_compile.axes import ChunkedAxes, InterleavedAxes, SectionAxes
+from rope_compile.checks import count, dictionary
 from rope_compile.config import RopeConfig
 from rope_compile.integrations._rows import rotate_rows, style_of
 from rope_compile.integrations._serving import (
     PeerRotaryEmbedding,
+    narrowed,
     peer_config,
     plain_config,
     refuse_dual_chunk,
@@ -39,7 +41,7 @@ from rope_compile.integrations._serving import (
     shared,
 )
 from rope_compile.integrations._tables import from_halves
-from rope_compile.scaling import YarnScaling, count
+from rope_compile.scaling import YarnScaling
 
 __all__ = [
     "ApplyRotaryEmb",
@@ -172,7 +174,8 @@ class MRotaryEmbedding(RotaryEmbedding):
                 truncate=truncate,
             )
         axes = None if mrope_section is None else kind(tuple(mrope_section))
-        rows = max_position_embeddings * mrope_positions_factor
+        rows = count("max_position_embeddings", max_position_embeddings)
+        rows *= count("mrope_positions_factor", mrope_positions_factor)
         config = plain_config(head_size, rotary_dim, rows, base, is_neox_style, axes, scaling)
         PeerRotaryEmbedding.__init__(self, config, max_position_embeddings, dtype)
 
@@ -262,13 +265,13 @@ def get_rope(
             "(head_size, rotary_dim, max_position, base, ...) of older vLLMs call get_rope_v0"
         )
     refuse_dual_chunk(dual_chunk_attention_config)
-    given = rope_parameters is not None and rope_parameters.get("rope_theta") is not None
+    rope = dictionary("rope_parameters", rope_parameters)
     config = peer_config(
-        rope_parameters,
+        rope,
         head_size=head_size,
         rotary_dim=None,
         max_position=max_position,
-        base=None if given else 10000.0,
+        base=10000.0 if rope.get("rope_theta") is None else None,
         is_neox_style=is_neox_style,
         dialect="vllm",
         name="rope_parameters",
@@ -296,7 +299,7 @@ def get_rope_v0(
     config = peer_config(
         rope_scaling,
         head_size=head_size,
-        rotary_dim=int(rotary_dim * min(partial_rotary_factor, 1.0)),
+        rotary_dim=narrowed(rotary_dim, partial_rotary_factor),
         max_position=max_position,
         base=base,
         is_neox_style=is_neox_style,
@@ -308,10 +311,10 @@ def get_rope_v0(
 def _shared(
     config: RopeConfig, max_position: int, dtype: torch.dtype | None, mrope_positions_factor: int
 ) -> RotaryEmbedding:
+    factor = count("mrope_positions_factor", mrope_positions_factor)
     if not isinstance(config.axes, SectionAxes):
         return shared(RotaryEmbedding, config, max_position, dtype)
-    factor = count("mrope_positions_factor", mrope_positions_factor)
-    rows = max(config.max_position, max_position * factor)
+    rows = max(config.max_position, count("max_position", max_position) * factor)
     config = dataclasses.replace(config, max_position=rows)
     return shared(MRotaryEmbedding, config, max_position, dtype)
 

@@ -641,30 +641,91 @@ def test_strides_that_a_user_needs() -> None:
     assert outputs == [x.stride() for x in model(x, angles)]
 
 
-def test_full_width_inputs() -> None:
-    """Halves that are not known to agree are refused with the remedy, and trusted on request."""
+def given(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer of a model that is compiled in parts: cos and sin come from outside."""
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
 
-    def model(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return q * cos + turned(q) * sin, k * cos + turned(k) * sin
 
-    q, k, angles = arguments("batch_heads_seq", "rotate_half")
+def given_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def one(x: Tensor) -> Tensor:
+        return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+    return one(q), one(k)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_full_width_inputs(layout: str, trusted: bool) -> None:
+    """Nothing is assumed about the two halves of what comes into a graph at full width.
+
+    Each channel has its own cos and sin, and the gradient the transpose. Trusted, the halves are
+    taken to agree.
+    """
+    q, k, angles = arguments(layout, "rotate_half")
     q.requires_grad_()
-    cos, sin = full(angles, q)
-    check_same(model, q, k, cos, sin)
+    both = torch.cat((angles, angles if trusted else angles.flip(-1) + 1), -1)
+    args = q, k, both.cos(), both.sin()
+    with inductor.enable(trust_full_width=trusted):
+        compiled = Compiled(given)
+        actual = compiled(*args)
+        grad = torch.autograd.grad(actual[0].square().sum() + actual[1].sum(), q)
+        found = inductor.report()
+    exact = [x.detach().double().requires_grad_(x.requires_grad) for x in args]
+    expected = given(*exact)
+    wanted = torch.autograd.grad(expected[0].square().sum() + expected[1].sum(), exact[0])
+    for a, b in zip((*actual, *grad), (*expected, *wanted), strict=True):
+        assert (a.double() - b).abs().max() <= 1e-5
+    assert compiled.counts == [1, 1]
+    assert [(x.joined, x.inverse, x.backward) for x in found] == [
+        (True, False, False),
+        (False, True, True),
+    ]
+    (call,) = calls_of(compiled)
+    rows, width = call.args[3].meta["val"].shape
+    assert width == D
+    assert list(call.args[5]) == ([] if trusted else [0] * (D // 2) + [1] * (D // 2))
+    assert rows == angles[..., 0].numel() * (1 if trusted else 2)
+
+
+def test_halves_that_differ_are_not_to_be_trusted() -> None:
+    """Wrong twin: the first half for both is another result, and the check above sees it."""
+    q, k, angles = arguments("tokens_heads", "rotate_half")
+    both = torch.cat((angles, angles + 1), -1)
+    args = q, k, both.cos(), both.sin()
+    check_same(given, *args, count=1)
+    torch.compiler.reset()
+    with inductor.enable(trust_full_width=True):
+        wrong = Compiled(given)(*args)
+    assert (wrong[0] - given(*args)[0]).abs().max() > 0.1
+
+
+def test_even_and_odd_channels_of_inputs_are_refused_with_the_remedy() -> None:
+    """The operator has no other cos for the second channel of such a pair."""
+    q, k, angles = arguments("batch_heads_seq", "rotate_half")
+    both = angles.repeat_interleave(2, -1)
+    args = q, k, both.cos(), both.sin()
+    check_same(given_pairs, *args)
     found = inductor.report()
-    assert [(x.replaced, x.backward) for x in found] == [(False, False)] * 2 + [(False, True)]
+    assert [x.replaced for x in found] == [False] * len(found) != []
     assert all("trust_full_width" in x.reason for x in found)
     torch.compiler.reset()
     with inductor.enable(trust_full_width=True):
-        compiled = Compiled(model)
-        actual = compiled(q, k, cos, sin)
-        grad = torch.autograd.grad(actual[0].sum() + actual[1].sum(), q)
-    torch.testing.assert_close(actual, model(q, k, cos, sin), rtol=2e-6, atol=2e-6)
-    expected = model(q, k, cos, sin)
-    torch.testing.assert_close(
-        grad, torch.autograd.grad(expected[0].sum() + expected[1].sum(), q), rtol=1e-5, atol=1e-5
-    )
-    assert compiled.counts == [1, 1]
+        compiled = Compiled(given_pairs)
+        actual = compiled(*args)
+    torch.testing.assert_close(actual, given_pairs(*args), rtol=2e-6, atol=2e-6)
+    assert compiled.counts == [1]
+
+
+def test_full_width_inputs_of_dynamic_sizes() -> None:
+    with inductor.enable(), torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = Compiled(given)
+        for seq in (7, 11, 2):
+            q, k, both = randn(B, 5, seq, D), randn(B, 3, seq, D, seed=1), randn(B, 1, seq, D)
+            args = q, k, both.cos(), both.sin()
+            for x in args:
+                torch._dynamo.mark_dynamic(x, 2)
+            torch.testing.assert_close(compiled(*args), given(*args), rtol=1e-5, atol=1e-5)
+    assert compiled.counts == [1]
 
 
 # -------------------------------------------------------------------------------------- wrong twins
@@ -1090,6 +1151,14 @@ def latent_layer(
     return torch.cat((q_copied, q), -1) @ keys.transpose(-1, -2)
 
 
+def part_of_a_model(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return q * cos + turned_by_split(q) * sin, k * cos + turned_by_split(k) * sin
+
+
+def part_arguments() -> tuple[Tensor, ...]:
+    return cuda(3, 32, 77, 128), cuda(3, 8, 77, 128), cuda(3, 1, 77, 128), cuda(3, 1, 77, 128)
+
+
 def latent_layer_arguments() -> tuple[Tensor, ...]:
     weights = cuda(1024, 3072), cuda(1024, 576), cuda(512, 2048)
     return cuda(3, 77, 1024), *weights, cuda(77, dtype=torch.float32), cuda(32, dtype=torch.float32)
@@ -1136,10 +1205,18 @@ def test_one_launch_for_latent_attention_on_a_gpu(found: dict[str, Found]) -> No
     assert all(launch[x].startswith("reinterpret_tensor(buf") for x in ("q_ptr", "k_ptr"))
 
 
+def test_one_launch_for_a_part_of_a_model_on_a_gpu(found: dict[str, Found]) -> None:
+    """cos and sin at full width from outside: q and k in one launch all the same."""
+    (launch,) = found["part"].rope
+    assert "torch.ops.rope_compile" not in found["part"].calls
+    assert launch["q_ptr"] != launch["k_ptr"]
+
+
 def _print_found() -> None:
     found = {"off": inductor_code(layers, layers_arguments)}
     with inductor.enable():
         found["on"] = inductor_code(layers, layers_arguments)
+        found["part"] = inductor_code(part_of_a_model, part_arguments)
         found["latent"] = inductor_code(latent_layer, latent_layer_arguments)
     sys.stdout.write(json.dumps({name: dataclasses.asdict(x) for name, x in found.items()}))
 

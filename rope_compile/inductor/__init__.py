@@ -146,8 +146,9 @@ def enable(*, trust_full_width: bool = False) -> contextlib.AbstractContextManag
 
     Args:
         trust_full_width: cos and sin that come into a graph at full width, with both channels of a
-            pair, are taken to hold the same value twice. Without it the halves must be known to
-            agree, as they are where the graph computes them from half the frequencies.
+            pair, are taken to hold the same value twice. Without it the two halves are read for
+            themselves, which takes twice the table, and even and odd channels stay as they are.
+            Where a graph computes both from half the frequencies they are known to agree.
 
     Raises:
         TypeError: ``trust_full_width`` is not a bool.

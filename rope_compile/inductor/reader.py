@@ -111,13 +111,18 @@ class Reader:
         return (node.target, self.plain(node.args[1:]), tuple(shape), str(shape_of(node)))
 
     def is_given(self, row: Row) -> bool:
-        """Whether channels come into the graph from outside, and are only moved or cast in it."""
+        """Whether channels come into the graph from outside, each for itself.
+
+        They may be moved, cast, or put through functions of one element, such as the cosine.
+        """
         return all(kind == "atom" and of[0] in self.given for kind, *of in map(self._stripped, row))
 
     def _stripped(self, number: int) -> tuple[Any, ...]:
-        expression = self.expressions.all[number >> 1]
-        while expression[0] in ("move", "cast") and len(expression) == 3:
-            expression = self.expressions.all[expression[2]]
+        kind, *of = expression = self.expressions.all[number >> 1]
+        if kind in ("move", "cast"):
+            return self._stripped(2 * of[1])
+        if isinstance(kind, torch._ops.OpOverload) and len(of) == 2:
+            return self._stripped(of[1])
         return expression
 
     def sources(self, node: Node) -> list[Node]:

@@ -128,7 +128,7 @@ def _running(graph: fx.Graph, found: dict[Node, Rotation]) -> tuple[set[Node], l
             needed.update(node.all_input_nodes)
         else:
             chosen.append(rotation)
-            needed.update((rotation.source, rotation.cos.node, rotation.sin.node))
+            needed.update((rotation.source, *(part.node for part in rotation.parts)))
     return needed, chosen[::-1]
 
 
@@ -214,6 +214,7 @@ class _Calls:
             inverse=first.inverse,
             heads=heads,
             one_axis=bool(V.aot_compilation),
+            full_width=len(first.parts) > 2,
             slices=slices,
             dtypes=tuple(dtype_of(x.node) for x in group),
         )
@@ -221,12 +222,16 @@ class _Calls:
         return self.writer.write(rotate, (*table, *sources), last.node, call=call)
 
     def _table(self, rotation: Rotation, heads: int) -> list[Node]:
-        node, cos, sin = rotation.node, rotation.cos, rotation.sin
-        drop = heads - (len(shape_of(node)) - 1 - len(cos.lead))
-        key = (cos, sin, drop)
+        node, parts = rotation.node, rotation.parts
+        drop = heads - (len(shape_of(node)) - 1 - len(parts[0].lead))
+        key = (parts, drop)
         if key not in self._tables:
             self._tables[key] = self.writer.write(
-                build_rows, (cos.node, sin.node), node, cos_how=cos.how, sin_how=sin.how, drop=drop
+                build_rows,
+                [part.node for part in parts],
+                node,
+                hows=tuple(part.how for part in parts),
+                drop=drop,
             )
         return self._tables[key]
 

@@ -52,20 +52,19 @@ class Rotation:
     style: str
     rotary_offset: int
     inverse: bool
-    cos: Part
-    sin: Part
+    parts: tuple[Part, ...]  # cos and sin; of full width those of the low and of the high channels
     heads: tuple[int, ...]  # dimensions that may be the heads: cos and sin are the same along them
     what: Products  # its first channel: the same in a rotation, its cast, and a cat around it
 
     @property
     def rotary_dim(self) -> int:
-        return 2 * self.cos.width
+        return 2 * self.parts[0].width
 
     @property
     def joins(self) -> object:
         """What two rotations must share to be one call."""
         val = self.node.meta["val"]
-        table = (self.cos, self.sin, val.dim(), val.device)
+        table = (self.parts, val.dim(), val.device)
         return (table, self.style, self.inverse)
 
 
@@ -202,12 +201,12 @@ def _find(r: Reader, row: Row, sources: list[Node]) -> Part | None:
     return None
 
 
-def _heads(node: Node, cos: Part, sin: Part) -> tuple[int, ...]:
+def _heads(node: Node, parts: tuple[Part, ...]) -> tuple[int, ...]:
     """The dimensions along which cos and sin do not change, best first."""
-    lead = shape_of(node)[:-1]
-    if list(map(str, cos.lead)) != list(map(str, sin.lead)) or len(cos.lead) > len(lead):
+    lead, own = shape_of(node)[:-1], parts[0].lead
+    if len({str(part.lead) for part in parts}) > 1 or len(own) > len(lead):
         raise Refused("cos and sin differ in shape, or have more dimensions than what is rotated")
-    sizes = (1,) * (len(lead) - len(cos.lead)) + cos.lead
+    sizes = (1,) * (len(lead) - len(own)) + own
     shared = [i for i, size in enumerate(sizes) if is_one(size)]
     if any(str(size) != str(lead[i]) for i, size in enumerate(sizes) if i not in shared):
         raise Refused("cos and sin are larger than what is rotated")
@@ -232,7 +231,7 @@ class Recogniser:
     def __init__(self, reader: Reader, trust_full_width: bool) -> None:
         self.reader = reader
         self.trust = trust_full_width
-        self._tables: dict[object, tuple[Part, Part]] = {}
+        self._tables: dict[object, tuple[Part, ...]] = {}
 
     def recognise(self, node: Node) -> Rotation | None:
         """The rotation that a node holds.
@@ -268,32 +267,49 @@ class Recogniser:
                 if found is None or not passed or start < first:
                     continue
                 style, inverse, coefficients = found
-                cos, sin = self._coefficients(coefficients, sources)
-                heads = _heads(node, cos, sin)
-                _check_dtypes(node, source, cos.node, sin.node)
+                parts = self._parts(coefficients, style, inverse, sources)
+                heads = _heads(node, parts)
+                _check_dtypes(node, source, *(part.node for part in parts))
                 return Rotation(
-                    node, source, flat, start - first, style, first, inverse, cos, sin, heads,
+                    node, source, flat, start - first, style, first, inverse, parts, heads,
                     r.expressions.sums[row[first] >> 1],
                 )  # fmt: skip
         return None
 
-    def _coefficients(self, found: _Coefficients, sources: list[Node]) -> tuple[Part, Part]:
-        """cos and sin of the pairs, where both channels of each have the same."""
-        r, parts = self.reader, []
-        for name, row, second in (
-            ("cos", found.cos, found.cos_second),
-            ("sin", found.sin, found.sin_second),
-        ):
-            part = _find(r, row, sources)
+    def _parts(
+        self, found: _Coefficients, style: str, inverse: bool, sources: list[Node]
+    ) -> tuple[Part, ...]:
+        """Where cos and sin of the low channels stand, and of the high ones unless they agree."""
+        low, high = (found.cos, found.sin), (found.cos_second, found.sin_second)
+        if inverse:  # the transpose: each channel takes the sine of the other one
+            low, high = (found.cos, found.sin_second), (found.cos_second, found.sin)
+        parts, others = [], []
+        for name, row, second in zip(("cos", "sin"), low, high, strict=True):
+            part = _find(self.reader, row, sources)
             if part is None:
                 raise Refused(f"{name} is not in one tensor")
-            if row != second:
-                other = _find(r, second, sources)
-                if other is None or not (self.trust and _follows(part, other) and r.is_given(row)):
-                    raise Refused(
-                        f"the two channels of a pair are not known to have the same {name}; "
-                        "enable(trust_full_width=True) takes the first for both"
-                    )
-                part = min(part, other, key=lambda x: x.how)
+            other = part if row == second else self._other(name, part, row, second, sources)
             parts.append(part)
-        return self._tables.setdefault((found.cos, found.sin), (parts[0], parts[1]))
+            others.append(other)
+        if low != high and self.trust:
+            parts = [min(pair, key=lambda x: x.how) for pair in zip(parts, others, strict=True)]
+        elif low != high:
+            if style != "half":
+                raise Refused(_unknown("cos and sin"))
+            parts += others
+        return self._tables.setdefault((low, high), tuple(parts))
+
+    def _other(self, name: str, part: Part, row: Row, second: Row, sources: list[Node]) -> Part:
+        """The second half of what comes into the graph at full width."""
+        other = _find(self.reader, second, sources)
+        given = all(map(self.reader.is_given, (row, second)))
+        if other is None or not (given and _follows(part, other)):
+            raise Refused(_unknown(name))
+        return other
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"the two channels of a pair are not known to have the same {name}; "
+        "enable(trust_full_width=True) takes the first for both"
+    )

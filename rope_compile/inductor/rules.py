@@ -212,7 +212,7 @@ def _cat_pairs(r: Reader, at: int, key: object, pairs: list[Rows]) -> Rows | Non
 def _stacked(r: Reader, key: object, rows: Sequence[Row]) -> Row:
     """Channels of tensors that were joined along another dimension."""
     return tuple(
-        r.expressions.number(("move", key, *column)) if any(n >> 1 for n in column) else ZERO
+        r.expressions.number(("stacked", key, *column)) if any(n >> 1 for n in column) else ZERO
         for column in zip(*rows, strict=True)
     )
 
@@ -299,6 +299,20 @@ def _expand(r: Reader, node: Node) -> Result:
         stretch(row, shape[-1]) if row else None,
         stretch(tuple(lines), shape[-2]) if lines and is_small(shape[-2:]) else None,
     )
+
+
+@_rule(aten.repeat.default)
+def _repeat(r: Reader, node: Node) -> Result:
+    """All channels again after the last one; the other dimensions as in any move."""
+    x: Any = _first(node)
+    times: Any = node.args[1]
+    row = r.value(x).row if x is not None and shape_of(x) else None
+    if row is None or is_complex(x) or not is_small(shape_of(node)[-1:]):
+        return None
+    *others, again = times
+    alike = len(times) == len(shape_of(x)) and all(n == 1 for n in others)
+    row = row if alike else r.moved(r.move_key(node), row)
+    return Value(row * again) if row else None
 
 
 @_rule(aten.embedding.default, aten.index_select.default, aten.index.Tensor)

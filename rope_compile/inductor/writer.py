@@ -28,19 +28,26 @@ def _picked(x: Tensor, how: tuple[Any, ...]) -> Tensor:
 
 
 def build_rows(
-    cos: Tensor, sin: Tensor, cos_how: tuple[Any, ...], sin_how: tuple[Any, ...], drop: int
+    *found: Tensor, hows: tuple[tuple[Any, ...], ...], drop: int
 ) -> tuple[Tensor, Tensor]:
     """The table, one row for each token, and the positions to read it by.
 
+    ``found`` holds cos and sin. Where the channels of a pair may differ it holds those of the low
+    and those of the high ones, the table one row for each, and the positions two axes.
     ``drop`` is the dimension of the heads, of size 1, or negative where there is none.
     """
-    rows = torch.cat((_picked(cos, cos_how), _picked(sin, sin_how)), -1).to(torch.float32)
+    picked = [_picked(x, how) for x, how in zip(found, hows, strict=True)]
+    rows = torch.cat(picked[:2], -1)
     *tokens, width = rows.shape
+    tokens = [size for i, size in enumerate(tokens) if i != drop]
+    if len(picked) > 2:
+        rows = torch.stack((rows, torch.cat(picked[2:], -1)))
+        tokens = [2, *tokens]
+    rows = rows.to(torch.float32)
     table = rows.reshape(-1, width).clone(memory_format=torch.contiguous_format)
     count = table.shape[0]
     if free_unbacked_symbols(count):  # may turn out to be no row, which rope refuses
         table = torch.nn.functional.pad(table, (0, 0, 0, 1))
-    tokens = [size for i, size in enumerate(tokens) if i != drop]
     return _written(table, table.shape), _written(torch.arange(count, device=rows.device), tokens)
 
 
@@ -71,6 +78,7 @@ class Call(NamedTuple):
     inverse: bool
     heads: int
     one_axis: bool
+    full_width: bool  # low and high channels follow an axis of their own
     slices: tuple[Slice, ...]  # of q, and of k
     dtypes: tuple[torch.dtype, ...]
 
@@ -83,12 +91,20 @@ def rotate(
         _channels(x, part).to(torch.promote_types(x.dtype, dtype)).movedim(call.heads, -2)
         for x, part, dtype in zip(sources, call.slices, call.dtypes, strict=True)
     ]
-    axes = (0,) * (table.shape[1] // 2) if call.one_axis else ()
-    positions = positions.unsqueeze(0) if call.one_axis else positions
+    half = table.shape[1] // 2
+    axes: tuple[int, ...] = ()
+    if call.full_width:
+        # With a token dimension in any case: positions of one dimension serve every axis.
+        axes, positions = (0,) * half + (1,) * half, positions.unsqueeze(1)
+        given = [x.unsqueeze(0) for x in given]
+    elif call.one_axis:
+        axes, positions = (0,) * half, positions.unsqueeze(0)
     rotated = rope_op(
         given[0], given[1] if len(given) > 1 else None, positions, table, None, axes, call.style,
         call.rotary_offset, 1.0, call.inverse,
     )  # fmt: skip
+    if call.full_width:
+        rotated = [None if x is None else x.squeeze(0) for x in rotated]
     return tuple(
         _narrowed(x, part.before, part.width).movedim(-2, call.heads).to(dtype)
         for x, part, dtype in zip(rotated, call.slices, call.dtypes, strict=False)

@@ -43,8 +43,8 @@ class PassRow:
         joined: How many of them rotate q and k together.
         graphs: Of inference; more than one where the model itself breaks the graph.
         error: Of outputs, relative. gradient_error: of any parameter's gradient.
-        alone: Where the error is beyond the bound: that of the model compiled without the pass. The
-            error is then of the outputs with the pass against those without.
+        alone: Where an error is beyond the bound: that of the model compiled without the pass. The
+            error is then of the numbers with the pass against those without.
         refused: Why rotations were left, and how many.
         failure: What went wrong: of the model under a compiler alone if ``without`` says so.
     """
@@ -126,8 +126,12 @@ def _compare(case: zoo.Case, training: bool) -> PassRow:
     with inductor.enable():
         gradients, trained = _gradients(case, compiled=True)
     assert trained is not None
-    error = relative_error(gradients, plain_gradients)
-    return replace(row, training=sum(trained.counts), gradient_error=error)
+    error, alone = relative_error(gradients, plain_gradients), row.alone
+    if error > BOUND:
+        without, _ = _gradients(case, compiled=True)
+        error, own = relative_error(gradients, without), relative_error(without, plain_gradients)
+        alone = max(own, alone or 0.0)
+    return replace(row, training=sum(trained.counts), gradient_error=error, alone=alone)
 
 
 def check(family: str, training: bool = False) -> PassRow:

@@ -31,7 +31,7 @@ from torch._inductor.fx_passes import joint_graph, post_grad
 
 import rope_compile as rc
 from rope_compile import inductor
-from rope_compile.inductor import Record, _State
+from rope_compile.inductor import Record, _State, rules
 from rope_compile.ops import rope_op
 
 from inductor_text import Found, cuda, inductor_code
@@ -1014,6 +1014,32 @@ def test_private_names() -> None:
         with inductor_config.patch({slot: seen, "force_disable_caches": True}):
             run_inductor()
         assert seen.seen == [0]
+
+
+def test_a_graph_that_cannot_be_read_compiles_all_the_same(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the pass is a warning and a record, and not the end of a user's model."""
+
+    def broken(reader: object, node: fx.Node) -> None:
+        raise IndexError("of a rule")
+
+    q, _, angles = arguments("tokens_heads", "rotate_half")
+    monkeypatch.setitem(rules._RULES, torch.ops.aten.cat.default, broken)
+    check_same(rotate_half, q, angles)
+    (record,) = inductor.report()
+    assert record.reason == "the graph could not be read, please report it: IndexError: of a rule"
+    assert [x.levelname for x in caplog.records if "could not be read" in x.message] == ["WARNING"]
+
+
+def test_a_number_seen_as_a_row() -> None:
+    """What has no dimension has no channels either: such gradients of a scalar occur in models."""
+
+    def model(x: Tensor, angles: Tensor, scale: Tensor) -> Tensor:
+        return rotate_half(x, angles) * scale.unsqueeze(-1).expand(D)
+
+    q, _, angles = arguments("tokens_heads", "rotate_half")
+    check_same(model, q, angles, torch.tensor(2.0), count=1)
 
 
 def test_log_and_records(caplog: pytest.LogCaptureFixture) -> None:

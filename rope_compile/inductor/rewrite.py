@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ from rope_compile.inductor.rules import keeps_value, rule_of
 from rope_compile.inductor.strides import settle, strides_of
 from rope_compile.inductor.widening import widened
 from rope_compile.inductor.writer import Call, Slice, Writer, build_rows, rotate
+
+_log = logging.getLogger("rope_compile.inductor")
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,13 @@ class Options:
 
 def replace_rotations(graph: fx.Graph, options: Options) -> list[Record]:
     """Replace what is a rotation in ``graph``; what was done, and what was refused."""
-    reader = Reader(graph, rule_of)
-    found, refused = _find_rotations(graph, reader, options)
+    try:
+        reader = Reader(graph, rule_of)
+        found, refused = _find_rotations(graph, reader, options)
+    except Exception as error:  # nothing is changed yet, and a model compiles without us
+        why = f"the graph could not be read, please report it: {type(error).__name__}: {error}"
+        _log.warning(why, exc_info=error)
+        return [Record(False, (), reason=why)]
     needed, chosen = _outermost(reader, graph, found)
     records = [
         Record(False, (sizes_of(node),), backward=node in reader.backward, reason=reason)

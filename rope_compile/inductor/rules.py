@@ -225,7 +225,7 @@ def _unsqueeze(r: Reader, node: Node) -> Result:
     row, pairs = r.value(x)
     at, key = _from_end(node, dim), r.move_key(node)
     if at == -1:
-        return Value(None, tuple((number,) for number in row) if row else None)
+        return Value(None, tuple((number,) for number in row) if row and shape_of(x) else None)
     if at == -2:
         return Value(r.moved(key, row), (row,) if row else None)
     return Value(r.moved(key, row), r.moved_pairs(key, pairs))

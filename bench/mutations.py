@@ -342,7 +342,7 @@ mutate(
         "            _fill(table, frequencies, config.attention_scaling)\n",
         '            self._buffers["cos_sin_cache"] = table\n'
         "            _fill(table, frequencies, config.attention_scaling)\n",
-        "threads::test_no_reader_sees_a_half_filled_table"),
+        "threads::test_while_a_table_is_filled_readers_see_the_one_before"),
     ("table-phase-not-rounded",
         "        if inv_freq.dtype == torch.float32:\n", "        if False:\n",
         "table::test_phase_is_the_rounded_exact_product"),

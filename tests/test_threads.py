@@ -158,6 +158,23 @@ def test_no_reader_sees_a_half_filled_table(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(first, final[:128])
 
 
+def test_while_a_table_is_filled_readers_see_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = RopeTable(config(128), "cpu")
+    before, fill, seen = built.cos_sin_cache, table._fill, []
+
+    def watched(*arguments: object) -> None:
+        seen.append(built.cos_sin_cache is before)
+        fill(*arguments)
+        seen.append(built.cos_sin_cache is before)
+
+    monkeypatch.setattr(table, "_fill", watched)
+    built.reserve(1000)
+    assert seen == [True, True]
+    assert built.cos_sin_cache is not before
+
+
 def test_a_table_published_before_it_is_filled_would_be_found() -> None:
     """Wrong twin: assign the new buffer, then fill it."""
     built = RopeTable(config(128), "cpu")

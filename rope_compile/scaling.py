@@ -311,6 +311,13 @@ def yarn_range(
     return max(low, 0), min(high, rotary_dim - 1)
 
 
+def _weight(name: str, value: object) -> float:
+    result = non_negative(name, value)
+    if result > 1000:  # what it multiplies is subtracted again, and float32 would lose the rest
+        raise ValueError(f"{name} must be at most 1000, got {shown(value)}; 1 is its usual value")
+    return result
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Yarn(Scaling):
     """What both YaRN types share.
@@ -319,7 +326,7 @@ class _Yarn(Scaling):
         original_max_position: the pretraining length.
         attention_factor: replaces ``m``.
         attn_factor: multiplies ``m``; another parameter than ``attention_factor``.
-        extrapolation_factor: weight of the unscaled frequencies (SGLang).
+        extrapolation_factor: weight of the unscaled frequencies (SGLang), 0 to 1000.
     """
 
     factor: float
@@ -333,7 +340,7 @@ class _Yarn(Scaling):
     def __post_init__(self) -> None:
         numbers = ("factor", "beta_fast", "beta_slow", "attention_factor", "attn_factor")
         rules: dict[str, Callable[[str, object], float]] = dict.fromkeys(numbers, positive)
-        rules |= {"original_max_position": count, "extrapolation_factor": non_negative}
+        rules |= {"original_max_position": count, "extrapolation_factor": _weight}
         normalise(self, rules, "attention_factor")
         if self.attention_factor is not None and self.attn_factor != 1:
             raise ValueError(

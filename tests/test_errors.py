@@ -345,6 +345,13 @@ for _yarn in ("YarnScaling", "DeepseekYarnScaling"):
     numbers(_yarn, "original_max_position", *COUNT)
     numbers(_yarn, "attention_factor", NOT_A_NUMBER, NOT_POSITIVE)
     numbers(_yarn, "extrapolation_factor", NOT_A_NUMBER, NEGATIVE, NONE)
+    bad(
+        _yarn,
+        "extrapolation_factor",
+        1001,
+        ValueError,
+        f"{_yarn}.extrapolation_factor must be at most 1000, got 1001; 1 is its usual value",
+    )
     numbers(_yarn, "mscale mscale_all_dim", NOT_A_NUMBER, NEGATIVE)
 numbers("DeepseekYarnScaling", "mscale mscale_all_dim", NONE)
 numbers("DeepseekYarnScaling", "softmax_scale", NOT_A_FLAG)

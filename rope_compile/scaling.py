@@ -39,6 +39,23 @@ def normalise(
             object.__setattr__(target, name, rule(f"{type(target).__name__}.{name}", value))
 
 
+def _at_most(
+    largest: float, rule: Callable[[str, object], float]
+) -> Callable[[str, object], float]:
+    """A rule for numbers that a formula multiplies by and then subtracts again."""
+
+    def checked(name: str, value: object) -> float:
+        result = rule(name, value)
+        if result > largest:
+            raise ValueError(
+                f"{name} must be at most {largest:g}, got {shown(value)}; the formula would lose "
+                "all digits"
+            )
+        return result
+
+    return checked
+
+
 def choice(target: object, name: str, allowed: Sequence[str]) -> None:
     """Refuse a field whose value is not one of ``allowed``."""
     value = getattr(target, name)
@@ -231,7 +248,8 @@ class DynamicScaling(_ByPolicy):
 
     def __post_init__(self) -> None:
         lengths = ("original_max_position", "max_trained_position")
-        normalise(self, {"factor": positive, **dict.fromkeys(lengths, count)}, *lengths)
+        rules = {"factor": _at_most(1e6, positive), **dict.fromkeys(lengths, count)}
+        normalise(self, rules, *lengths)
         choice(self, "policy", get_args(DynamicPolicy))
         super().__post_init__()
         original, trained = self.original_max_position, self.max_trained_position
@@ -311,13 +329,6 @@ def yarn_range(
     return max(low, 0), min(high, rotary_dim - 1)
 
 
-def _weight(name: str, value: object) -> float:
-    result = non_negative(name, value)
-    if result > 1000:  # what it multiplies is subtracted again, and float32 would lose the rest
-        raise ValueError(f"{name} must be at most 1000, got {shown(value)}; 1 is its usual value")
-    return result
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Yarn(Scaling):
     """What both YaRN types share.
@@ -340,7 +351,10 @@ class _Yarn(Scaling):
     def __post_init__(self) -> None:
         numbers = ("factor", "beta_fast", "beta_slow", "attention_factor", "attn_factor")
         rules: dict[str, Callable[[str, object], float]] = dict.fromkeys(numbers, positive)
-        rules |= {"original_max_position": count, "extrapolation_factor": _weight}
+        rules |= {
+            "original_max_position": count,
+            "extrapolation_factor": _at_most(1e3, non_negative),
+        }
         normalise(self, rules, "attention_factor")
         if self.attention_factor is not None and self.attn_factor != 1:
             raise ValueError(

@@ -338,6 +338,7 @@ numbers("NtkScaling", "factor", *POSITIVE)
 numbers("NtkScaling", "mixed_b", NOT_A_NUMBER, NOT_POSITIVE)
 numbers("NtkAlphaScaling", "alpha", *POSITIVE)
 numbers("DynamicScaling", "factor", *POSITIVE)
+bad("DynamicScaling", "factor", 2e6, ValueError, "DynamicScaling.factor must be at most 1e+06, got")
 numbers("DynamicScaling", "original_max_position length", NOT_A_NUMBER, NOT_A_COUNT)
 numbers("DynamicScaling", "max_trained_position", NOT_A_NUMBER, NOT_A_COUNT, policy="static_max")
 for _yarn in ("YarnScaling", "DeepseekYarnScaling"):
@@ -345,13 +346,8 @@ for _yarn in ("YarnScaling", "DeepseekYarnScaling"):
     numbers(_yarn, "original_max_position", *COUNT)
     numbers(_yarn, "attention_factor", NOT_A_NUMBER, NOT_POSITIVE)
     numbers(_yarn, "extrapolation_factor", NOT_A_NUMBER, NEGATIVE, NONE)
-    bad(
-        _yarn,
-        "extrapolation_factor",
-        1001,
-        ValueError,
-        f"{_yarn}.extrapolation_factor must be at most 1000, got 1001; 1 is its usual value",
-    )
+    bad(_yarn, "extrapolation_factor", 1001, ValueError,
+        f"{_yarn}.extrapolation_factor must be at most 1000, got 1001; the formula")  # fmt: skip
     numbers(_yarn, "mscale mscale_all_dim", NOT_A_NUMBER, NEGATIVE)
 numbers("DeepseekYarnScaling", "mscale mscale_all_dim", NONE)
 numbers("DeepseekYarnScaling", "softmax_scale", NOT_A_FLAG)

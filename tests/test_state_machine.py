@@ -180,7 +180,7 @@ class Guard:
 
     manager: contextlib.AbstractContextManager[None]
     frozen: list[RopeTable]
-    everything: bool
+    model: nn.Module | None  # which it holds; None for the whole registry
 
 
 @dataclass
@@ -284,7 +284,7 @@ class Life(RuleBasedStateMachine):
         """A module enters the registry: open guards over everything hold its tables."""
         self.meet(rope)
         for guard in self.guards:
-            if guard.everything:
+            if guard.model is None:
                 guard.frozen += rope.tables.values()
 
     def release(self, config: RopeConfig) -> None:
@@ -540,7 +540,7 @@ class Life(RuleBasedStateMachine):
             manager.__enter__()
             frozen = [owner.table]
             self.pin(owner.table)
-        self.guards.append(Guard(manager, frozen, everything))
+        self.guards.append(Guard(manager, frozen, None if everything else owner.model))
         self.grow(owner, self.rows(index, 1))
 
     def refusal_to_capture(self, owner: Owner) -> str | None:
@@ -557,7 +557,7 @@ class Life(RuleBasedStateMachine):
         swallowed = guard.manager.__exit__(*((OSError, error, None) if failing else (None,) * 3))
         assert not swallowed
         self.happened["guard left"] += 1
-        if guard.everything:
+        if guard.model is None:
             for table in guard.frozen:
                 if table.device == CPU and self.death(table) is None:
                     self.pin(table)
@@ -594,7 +594,7 @@ class Life(RuleBasedStateMachine):
         """An owner goes; a lone module goes with it, without a collector, unless a guard has it."""
         owner = self.owners.pop(index % len(self.owners))
         rope, alone = weakref.ref(owner.rope), not owner.rope._shared
-        alone = alone and not any(self.frozen(table) for table in owner.rope.tables.values())
+        alone = alone and not any(guard.model is owner.model for guard in self.guards)
         del owner
         self.happened["alone and gone" if alone else "dropped"] += 1
         assert not alone or rope() is None

@@ -373,8 +373,11 @@ mutate(
         "cuda_graphs::test_the_mark_is_that_of_dynamo "
         "capture::test_what_is_pinned_is_static_for_compiled_code"),
     ("table-rebuild-trusts-the-buffer",
-        "            self.inv_freq.copy_(self.config.inv_freq(self.config.phase_dtype))\n", "",
+        "                    x.copy_(frequencies)\n", "                    pass\n",
         "table::test_rebuild_refills_at_the_same_address"),
+    ("table-rebuild-forgets-what-graphs-read",
+        "for x in (*self.buffers(), *self._pinned)", "for x in self.buffers()",
+        "table::test_rebuild_refills_what_captured_graphs_read"),
     ("table-moved-storage-goes-unseen",
         "                or tensor.data_ptr() != known.address\n", "",
         "table::test_every_death_is_named"),

@@ -257,6 +257,8 @@ class RopeTable(nn.Module):
     def rebuild_(self) -> None:
         """Refill both buffers where they are, after sleep mode, offload or corruption.
 
+        Smaller tables that captured graphs still read are refilled too; see `pin`.
+
         Lost contents cannot be seen from outside: memory that was discarded and given back looks
         alive. Call this when it may have happened.
 
@@ -280,8 +282,15 @@ class RopeTable(nn.Module):
                 )
             if self.device == _META:
                 return
-            self.inv_freq.copy_(self.config.inv_freq(self.config.phase_dtype))
-            _fill(self.cos_sin_cache, self.inv_freq, self.config.attention_scaling)
+            frequencies = self.config.inv_freq(self.config.phase_dtype).to(self.device)
+            tensors = {id(x): x for x in (*self.buffers(), *self._pinned)}.values()
+            for x in tensors:
+                if x.untyped_storage().nbytes() == 0:
+                    continue  # an older one, taken away for good
+                if x.dim() == 1:
+                    x.copy_(frequencies)
+                else:
+                    _fill(x, frequencies, self.config.attention_scaling)
 
     def dead(self) -> str | None:
         """What killed this table, or None while it is alive.

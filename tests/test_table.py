@@ -413,6 +413,21 @@ def test_rebuild_refills_at_the_same_address() -> None:
     assert [x.data_ptr() for x in built.buffers()] == addresses
 
 
+def test_rebuild_refills_what_captured_graphs_read() -> None:
+    """A graph goes on reading the smaller table that growth left to it, after a sleep too."""
+    built = RopeTable(config(128), "cpu")
+    captured = built.pin()
+    built.reserve(1000)
+    lost = built.pin()[0]
+    built.reserve(5000)
+    right = [x.clone() for x in (*captured, *built.buffers())]
+    for x in (*captured, *built.buffers()):
+        x.fill_(float("nan"))
+    lost.untyped_storage().resize_(0)  # nothing to refill
+    built.rebuild_()
+    assert all(torch.equal(x, y) for x, y in zip((*captured, *built.buffers()), right, strict=True))
+
+
 def test_growth_does_not_read_a_corrupted_buffer() -> None:
     built, fresh = RopeTable(config(), "cpu"), RopeTable(config(512), "cpu")
     built.cos_sin_cache.fill_(math.nan)

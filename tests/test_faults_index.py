@@ -57,7 +57,7 @@ GPU_CHECKS = {
     "I6": ("numbers.zero_tokens",),
     "I9": ("numbers.two_devices",),
     "I10": ("numbers.determinism",),
-    "I11": ("numbers.dtypes", "numbers.equals_reference"),
+    "I11": ("numbers.dtypes", "numbers.rounding", "numbers.equals_reference"),
 }
 GPU_ENTRIES = frozenset(
     ("A4", "B1", "B5", "B6", "C5", "C8", "D4", "D6", "E7", "G3", "I4", "I6", "I9", "I10", "I11")

@@ -340,6 +340,10 @@ def _write_beside(result: None, q: Tensor) -> None:
         q._base.view(-1)[0] = 0.0
 
 
+def _of_the_next_token(result: tuple[Tensor, Tensor], q: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.roll(1, 0) for x in result)
+
+
 _count = itertools.count()
 
 
@@ -370,13 +374,25 @@ TWINS: dict[str, tuple[str, object, str, Callable[[], object]]] = {
     "runs differ": (
         "numbers.determinism", rc, "apply_rope", lambda: changed(rc.apply_rope, _every_seventh)
     ),
+    "a store cuts digits off": (
+        "numbers.rounding", rc, "apply_rope",
+        lambda: changed(rc.apply_rope, lambda result, q: (result[0] * (1 - 2.0**-7), result[1])),
+    ),
+    "a choice by token takes another module": (
+        "numbers.selector", rc.RopeSelector, "forward",
+        lambda: changed(rc.RopeSelector.forward, _of_the_next_token),
+    ),
+    "a batch shares its first sequence": (
+        "numbers.tf32", rc, "apply_rope",
+        lambda: changed(rc.apply_rope, lambda result, q: (result[0] * 0, result[1])),
+    ),
     "an empty call gives something else": (
         "numbers.zero_tokens", rc, "apply_rope",
         lambda: changed(rc.apply_rope, lambda result, q: (result[0].new_zeros(1), result[1])),
     ),
     "sequences disturb each other": (
         "numbers.many_tokens", rc, "apply_rope",
-        lambda: changed(rc.apply_rope, lambda result, q: tuple(x.roll(1, 0) for x in result)),
+        lambda: changed(rc.apply_rope, _of_the_next_token),
     ),
     "a far stride wraps": (
         "numbers.int64_offsets", rc, "apply_rope",

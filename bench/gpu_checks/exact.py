@@ -5,21 +5,12 @@ Shares no line with the package. Everything is computed on the CPU: a device doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 __all__ = ["beyond_bound", "cos_sin", "guarded", "rotate", "table", "touched", "ulps", "ulps_of_1"]
-
-# The first multi-threaded cosine of a process is sometimes inaccurate (torch 2.13); blocks of this
-# many elements stay on one thread.
-_BLOCK = 16384
-
-
-def _by_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    flat = x.reshape(-1)
-    return torch.cat([function(block) for block in flat.split(_BLOCK)]).view(x.shape)
 
 
 def cos_sin(
@@ -42,8 +33,9 @@ def cos_sin(
     if inv_freq.dtype == torch.float32:
         phase = phase.float().double()
     magnitude = torch.tensor(scaling, dtype=torch.float32).double()
-    cos, sin = (_by_blocks(f, phase) * magnitude for f in (torch.cos, torch.sin))
-    return cos.float().double(), sin.float().double()
+    # Not torch.cos: the first one of a process is sometimes inaccurate (MKL's threads, torch 2.13).
+    wave = torch.polar(magnitude.expand_as(phase), phase)
+    return wave.real.float().double(), wave.imag.float().double()
 
 
 def table(rows: int, inv_freq: Tensor, scaling: float = 1.0) -> Tensor:

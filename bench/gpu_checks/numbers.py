@@ -15,7 +15,7 @@ from bench.gpu_checks.variants import GROUPS, ROWS, Variant, edge_positions, spe
 CHECKS: list[Check] = []
 
 MANY_TOKENS = 5003  # enough that each program walks 8 heads; no multiple of anything
-REPEATED_TOKENS = 4096
+REPEATED_TOKENS = 65536
 
 
 def against_float64(context: Context, variants: Sequence[Variant]) -> None:
@@ -271,13 +271,18 @@ def zero_tokens(context: Context) -> None:
 
 @register(CHECKS, "numbers.determinism")
 def determinism(context: Context) -> None:
-    """Fifty runs give the same bits."""
+    """Fifty runs give the same bits, and the right ones."""
     tokens = REPEATED_TOKENS if context.gpu else 37
     for variant in (*speed_variants(("L8",))[:1], Variant("interleaved", 64)):
         with context.case(f"{variant}, {tokens} tokens"):
             q, k = variant.inputs(context.device, tokens)
             at = edge_positions().repeat(tokens // 37 + 1)[:tokens].to(context.device)
             first = variant.call(q, k, at)
+            for start in (0, tokens // 2, max(tokens - 512, 0)):
+                part = slice(start, start + 512)
+                some = [x[part] for x in first if x is not None]
+                if variant.excess(some, (q[part], k[part]), at[part].cpu()) > 0:
+                    context.fail(str(variant), f"the first run is wrong from token {start} on")
             for number in range(49):
                 context.before_case()
                 again = variant.call(q, k, at)
@@ -301,9 +306,42 @@ def wide_heads(context: Context) -> None:
     )
 
 
+@register(CHECKS, "numbers.rounding")
+def rounding(context: Context) -> None:
+    """A result halfway between two 16-bit numbers goes to the even one, whatever its sign."""
+    for dtype, digits in ((torch.bfloat16, 8), (torch.float16, 11)):
+        with context.case(str(dtype)):
+            cos = 1 + torch.arange(1, 64, 2) * 2.0**-digits  # ties, all of them
+            row = torch.cat((cos, torch.zeros(32)))[None].to(context.device)
+            x = torch.cat((torch.ones(32), -torch.ones(32)))[None, None].to(context.device, dtype)
+            at = torch.zeros(1, dtype=torch.int64, device=context.device)
+            out = rc.apply_rope(x, None, at, row)[0].flatten().cpu()
+            if not torch.equal(out, torch.cat((cos, -cos)).to(dtype)):
+                context.fail(str(dtype), "not rounded to even")
+
+
+@register(CHECKS, "numbers.selector")
+def selector(context: Context) -> None:
+    """A choice by token has the bits of the module that was chosen, in and outside the table."""
+    ropes = [
+        rc.RotaryEmbedding(rc.RopeConfig(head_dim=64, max_position=ROWS, base=base), context.device)
+        for base in (1e4, 5e5, 2e4)
+    ]
+    variant = Variant()
+    q, k = variant.inputs(context.device)
+    at = variant.positions().to(context.device)
+    choice = torch.arange(len(at), device=context.device) % 3
+    with context.case("three modules"):
+        together = rc.RopeSelector(ropes)(at, q, k, selector=choice)
+        for number, rope in enumerate(ropes):
+            mine = choice == number
+            alone = rope(at[mine], q[mine], k[mine])
+            expect_equal(context, f"module {number}", [x[mine] for x in together], alone)
+
+
 @register(CHECKS, "numbers.tf32")
 def tf32(context: Context) -> None:
-    """A table built while matrix products may use TF32 has exact positions: 2049 is not 2048."""
+    """While matrix products may use TF32, positions are exact: 2049 is not 2048."""
     before = torch.get_float32_matmul_precision()
     config = rc.RopeConfig(head_dim=64, max_position=4224)
     torch.set_float32_matmul_precision("high")
@@ -314,6 +352,13 @@ def tf32(context: Context) -> None:
             error = (rows - exact_rows)[[2048, 2049, 4096, 4097]].abs().max().item()
             if error > 2.0**-22:
                 context.fail("2049 and 4097", f"rows differ by {error:.1e}")
+        with context.case("a batch of sequences there"):
+            variant = Variant(dtype=torch.float32)
+            q, k = (x.unflatten(0, (3, 2)) for x in variant.inputs(context.device, 6))
+            at = torch.tensor([2049, 4097]).expand(3, 2)
+            result = variant.call(q, k, at.to(context.device))
+            if variant.excess(result, (q, k), at) > 0:
+                context.fail("a batch of sequences there", "wrong")
     finally:
         torch.set_float32_matmul_precision(before)
 

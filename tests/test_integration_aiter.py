@@ -177,7 +177,9 @@ def test_transposed_outputs_lie_batch_first():
         (aiter.rope_2c_fwd, (x, y, freqs)),
         (aiter.rope_2c_bwd, (x, y, freqs)),
         (aiter.rope_cached_fwd, (x, *cached)),
+        (aiter.rope_cached_bwd, (x, *cached)),
         (aiter.rope_cached_2c_fwd, (x, y, *cached)),
+        (aiter.rope_cached_2c_bwd, (x, y, *cached)),
         (aiter.rope_cached_positions_fwd, (x, *cached, positions)),
         (aiter.rope_cached_positions_offsets_2c_fwd, (x, y, *cached, positions, positions)),
     ):
@@ -298,6 +300,40 @@ def test_modules_rotate_any_position(neox: bool, nope_first: bool, flat: bool):
     assert torch.equal(alone, q)
     for variant in (module.forward_native, module.forward_hip, module.forward_triton):
         assert torch.equal(variant(positions, query, None, offsets, nope_first), q)
+
+
+# (in turn, sections, the axis of each lane)
+AXES = [
+    (False, [4, 2, 6], [0] * 4 + [1] * 2 + [2] * 6),
+    (False, [2, 1, 1], [0, 0, 1, 2]),
+    (True, [8, 2, 2], [0, 1, 2, 0, 1, 2] + [0] * 6),
+    (True, [2, 1, 1], [0, 1, 2, 0]),
+]
+
+
+@pytest.mark.parametrize(("in_turn", "sections", "lanes"), AXES)
+@pytest.mark.parametrize("nope_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_positions_of_three_axes(
+    in_turn: bool, sections: list[int], lanes: list[int], nope_first: bool, dtype: torch.dtype
+):
+    width = 2 * len(lanes)
+    scaling = {"rope_type": "default", "mrope_section": sections}
+    scaling |= {"mrope_interleaved": True} if in_turn else {}
+    module = make(rotary_dim=width, rope_scaling=scaling)
+    places = torch.tensor(PLACES)
+    positions = torch.stack((places, places // 3, places * 0 + 90))
+    cos, sin = rows(positions, frequencies(width, 10000), lane_axes=tuple(lanes))
+    x, y = randn(11, 3, D, dtype=torch.bfloat16), randn(11, 2, D, seed=1, dtype=torch.bfloat16)
+    q, k = module(positions.to(dtype), x.flatten(1), y, is_nope_first=nope_first)
+    first = D - width if nope_first else 0
+    assert_rotated(q.view(x.shape), x, cos, sin, first=first)
+    assert_rotated(k, y, cos, sin, first=first)
+    # Text: one position for all axes.
+    text = module(places.to(dtype), x, is_nope_first=nope_first)
+    plain = make(rotary_dim=width)(places, x, is_nope_first=nope_first)
+    assert torch.equal(text, plain)
+    assert not torch.allclose(text.float(), q.view(x.shape).float(), atol=1e-2)
 
 
 def test_the_factory_shares_and_translates_as_sglangs():

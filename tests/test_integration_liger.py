@@ -29,6 +29,25 @@ def qk(layout: str = "bhsd", dtype: torch.dtype = torch.float32):
     return (q, k) if layout == "bhsd" else (q.contiguous(), k.contiguous())
 
 
+def unchanged(function, q, k, *arguments, **options):
+    """``function(q, k, ...)``, which leaves q and k alone and returns tensors of its own."""
+    before = q.clone(), k.clone()
+    outs = function(q, k, *arguments, **options)
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+    owned = {x.untyped_storage().data_ptr() for x in (q, k)}
+    assert not owned & {x.untyped_storage().data_ptr() for x in outs}
+    return outs
+
+
+def test_the_check_for_unchanged_inputs_sees_a_write_and_a_view():
+    q, k = qk()
+    with pytest.raises(AssertionError):
+        unchanged(lambda q, k: (q.mul_(2).clone(), k.clone()), q, k)
+    with pytest.raises(AssertionError):
+        unchanged(lambda q, k: (q.clone(), k.transpose(1, 2)), q, k)
+
+
 @pytest.mark.parametrize("batch", [1, B])
 @pytest.mark.parametrize("layout", ["bhsd", "contiguous"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,13 +56,19 @@ def test_liger(batch, layout, dtype, half):
     """Theirs overwrites q and k of the first layout; ours leaves every input alone."""
     table = angles(batch, S, half)
     q, k = qk(layout, dtype)
-    before = q.clone(), k.clone()
-    q_out, k_out = liger.liger_rotary_pos_emb(q, k, *full(table))
+    q_out, k_out = unchanged(liger.liger_rotary_pos_emb, q, k, *full(table))
     rows = [part.unsqueeze(1) for part in table]
     assert_rotated(q_out, q, *rows)
     assert_rotated(k_out, k, *rows)
-    torch.testing.assert_close((q, k), before, rtol=0, atol=0)
-    assert q_out.data_ptr() != q.data_ptr()
+
+
+def test_position_ids_are_ignored():
+    """cos and sin are gathered already, whatever the fifth argument says."""
+    table, (q, k) = full(angles(1, S, 6)), qk()
+    expected = liger.liger_rotary_pos_emb(q, k, *table)
+    for ids in (torch.arange(S).flip(0)[None], torch.full((B, S), 10**6)):
+        same = liger.liger_rotary_pos_emb(q, k, *table, ids)
+        torch.testing.assert_close(same, expected, rtol=0, atol=0)
 
 
 def test_unsqueeze_dim_names_the_head_dimension():
@@ -83,68 +108,76 @@ def test_swapped_tables_give_other_numbers():
 def test_vision(dtype):
     table = angles(S, 6)
     q, k = randn(S, HQ, D, dtype=dtype), randn(S, HK, D, seed=1, dtype=dtype)
-    q_out, k_out = liger.liger_rotary_pos_emb_vision(q, k, *full(table))
+    q_out, k_out = unchanged(liger.liger_rotary_pos_emb_vision, q, k, *full(table))
     rows = [part.unsqueeze(1) for part in table]
     assert_rotated(q_out, q, *rows)
     assert_rotated(k_out, k, *rows)
 
 
 @pytest.mark.parametrize("batch", [1, B])
-def test_multimodal(batch):
+@pytest.mark.parametrize("layout", ["bhsd", "contiguous", "bshd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_multimodal(batch, layout, dtype):
     """Lane i of section a takes the table of axis a."""
     sections = [1, 2, 3]
     table = angles(3, batch, S, 6)
-    q, k = qk()
-    q_out, k_out = liger.liger_multimodal_rotary_pos_emb(q, k, *full(table), sections)
+    q, k = qk(layout, dtype)
+    heads = 2 if layout == "bshd" else 1
+    q_out, k_out = unchanged(
+        liger.liger_multimodal_rotary_pos_emb, q, k, *full(table), sections, unsqueeze_dim=heads
+    )
     rows = []
     for part in table:
         t, h, w = part
         chosen = torch.cat((t[..., :1], h[..., 1:3], w[..., 3:]), dim=-1)
-        rows.append(chosen.unsqueeze(1))
+        rows.append(chosen.unsqueeze(heads))
     assert_rotated(q_out, q, *rows)
     assert_rotated(k_out, k, *rows)
-    other, _ = liger.liger_multimodal_rotary_pos_emb(q, k, *full(table), [3, 2, 1])
+    other, _ = liger.liger_multimodal_rotary_pos_emb(q, k, *full(table), [3, 2, 1], heads)
     assert not torch.allclose(other, q_out, atol=0.1)
 
 
-@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize("batch", [(), (1,), (B,)], ids=str)
 @pytest.mark.parametrize("complex_rows", [True, False])
-def test_llama4_text(batch, complex_rows):
+@pytest.mark.parametrize("more", [0, 2])
+def test_llama4_text(batch, complex_rows, more):
     """Rows of each batch entry, where theirs takes the first entry for all."""
-    cos, sin = angles(batch, S + 2, 6)
+    cos, sin = angles(*batch, S + more, 6)
     freqs = torch.complex(cos, sin) if complex_rows else torch.cat((cos, sin), dim=-1)
     q, k = qk("bshd", torch.bfloat16)
-    q_out, k_out = liger.liger_llama4_text_rotary_pos_emb(q, k, freqs)
-    rows = cos[:, :S].unsqueeze(2), sin[:, :S].unsqueeze(2)
+    q_out, k_out = unchanged(liger.liger_llama4_text_rotary_pos_emb, q, k, freqs)
+    rows = cos[..., :S, None, :], sin[..., :S, None, :]
     assert_rotated(q_out, q, *rows, interleaved=True)
     assert_rotated(k_out, k, *rows, interleaved=True)
 
 
-def test_llama4_vision():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_llama4_vision(dtype):
     cos, sin = angles(S, 1, 6)
-    q, k = qk("bshd")
-    q_out, k_out = liger.liger_llama4_vision_rotary_pos_emb(q, k, torch.complex(cos, sin))
+    q, k = qk("bshd", dtype)
+    q_out, k_out = unchanged(
+        liger.liger_llama4_vision_rotary_pos_emb, q, k, torch.complex(cos, sin)
+    )
     assert_rotated(q_out, q, cos, sin, interleaved=True)
     assert_rotated(k_out, k, cos, sin, interleaved=True)
 
 
 @pytest.mark.parametrize("indices", [None, "batch", "flat"])
+@pytest.mark.parametrize("layout", ["bhsd", "contiguous"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_unsloth(indices, dtype):
+def test_unsloth(indices, layout, dtype):
     table = angles(9, 6)
-    q, k = qk(dtype=dtype)
-    before = q.clone(), k.clone()
+    q, k = qk(layout, dtype)
     positions = torch.arange(S).expand(B, S)
     given = None
     if indices is not None:
         positions = torch.tensor([[3, 1, 4, 1, 5], [8, 2, 6, 5, 3]], dtype=torch.int32)
         given = positions if indices == "batch" else positions.reshape(-1)
     tables = [part[None, None] for part in full(table)]
-    q_out, k_out = unsloth.fast_rope_embedding(q, k, *tables, given)
+    q_out, k_out = unchanged(unsloth.fast_rope_embedding, q, k, *tables, given)
     rows = [part[positions].unsqueeze(1) for part in table]
     assert_rotated(q_out, q, *rows)
     assert_rotated(k_out, k, *rows)
-    torch.testing.assert_close((q, k), before, rtol=0, atol=0)
 
 
 def test_unsloth_indices_outside_take_the_nearest_row():
@@ -249,6 +282,22 @@ def test_compiled():
             lambda q, k, c: unsloth.fast_rope_embedding(q, k, c[:, :3], c),
             ValueError,
             "5 tokens, got 3",
+        ),
+        (
+            # every sequence would get the rows of the first
+            lambda q, k, c: unsloth.fast_rope_embedding(q, k, c.expand(B, S, D), c),
+            ValueError,
+            "cos must be [rows, head_dim] with leading dimensions of 1, got (2, 5, 12)",
+        ),
+        (
+            lambda q, k, c: unsloth.fast_rope_embedding(q, k, c, c.expand(1, B, S, D)),
+            ValueError,
+            "sin must be [rows, head_dim] with leading dimensions of 1, got (1, 2, 5, 12)",
+        ),
+        (
+            lambda q, k, c: unsloth.fast_rope_embedding(q, k, c[0, 0], c),
+            ValueError,
+            "cos must be [rows, head_dim] with leading dimensions of 1, got (12,)",
         ),
         (
             lambda q, k, c: unsloth.fast_rope_embedding(q, k, c, c, torch.ones(B, S).byte()),

@@ -13,7 +13,7 @@ from torch import Tensor
 from rope_compile.integrations import rotary_embedding_torch as lu
 
 from peer_formulas import assert_gradients, assert_rotated, plain_rotate
-from support import assert_near_oracle, oracle_rotate, randn
+from support import NoHostReads, assert_near_oracle, oracle_rotate, randn
 
 B, H, N, D = 2, 3, 5, 12
 NOT_INSTALLED = "rotary-embedding-torch is not installed; it is in the bench extra"
@@ -75,6 +75,23 @@ def test_scale(scale):
     )
 
 
+@pytest.mark.parametrize("lanes", [(N, 6), (H, 1, 6), (6,), (N, 1), (1,)], ids=str)
+@pytest.mark.parametrize("dim", [None, 0])
+def test_a_scale_is_for_the_angles_that_are_used(lanes, dim):
+    """Angles for more tokens than t has are cut; the scale, which is not, has to fit then."""
+    freqs, t = angles_of(N + 3, 6), randn(B, H, N, D, dtype=torch.bfloat16)
+    factor = randn(*lanes, seed=3).abs() + 0.5
+    scale = factor.repeat_interleave(2, -1) if lanes[-1:] == (6,) else factor
+    out = lu.apply_rotary_emb(freqs, t, scale=scale, freqs_seq_dim=dim)
+    cos, sin = (part * factor.double() for part in rows_of(freqs[3:]))
+    assert_rotated(out, t, cos, sin, interleaved=True, scale=float(scale.max()))
+    other = (part * factor.double() for part in rows_of(freqs[:N]))  # the checker tells which
+    with pytest.raises(AssertionError, match="beyond the bound"):
+        assert_rotated(out, t, *other, interleaved=True, scale=float(scale.max()))
+    with pytest.raises((ValueError, RuntimeError)):
+        lu.apply_rotary_emb(freqs, t, scale=torch.ones(N + 3, 12))
+
+
 def test_freqs_seq_dim():
     freqs, t = angles_of(B, 1, N + 2, 6), randn(B, H, N, D)
     out = lu.apply_rotary_emb(freqs, t, freqs_seq_dim=2)
@@ -101,6 +118,50 @@ def test_rotate_queries_or_keys(seq_first, offset):
     torch.testing.assert_close(explicit, out, rtol=0, atol=0)
     one = module.rotate_queries_or_keys(t[0, :, 0], seq_dim=-2, offset=offset)
     torch.testing.assert_close(one, out[0, :, 0], rtol=0, atol=0)
+
+
+SCALES = [0.5, 1, torch.tensor(2.0), randn(N, 1, seed=4), randn(8, seed=5), randn(N, 8, seed=6)]
+
+
+def of_scale(scale: float | Tensor, seq_first: bool) -> float | Tensor:
+    """For ``[..., seq, heads, head_dim]`` a scale for each token has a dimension of heads."""
+    along = isinstance(scale, Tensor) and scale.dim() == 2
+    return scale.unsqueeze(1) if along and seq_first else scale
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=lambda s: str(getattr(s, "shape", s)))
+@pytest.mark.parametrize("seq_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_queries_or_keys(scale, seq_first, dtype):
+    """One rounding, after the scale; channels that are not rotated are not scaled either."""
+    module = lu.RotaryEmbedding(8, seq_before_head_dim=seq_first)
+    t = randn(B, N, H, D, dtype=dtype)
+    given, wanted = (t, -3) if seq_first else (t.transpose(1, 2), -2)
+    before, scale = given.clone(), of_scale(scale, seq_first)
+    with NoHostReads():
+        out = module.rotate_queries_or_keys(given, offset=2, scale=scale)
+    assert (out.shape, out.dtype) == (given.shape, dtype)
+    assert torch.equal(given, before)
+    positions = (torch.arange(N) + 2).expand(B, N)
+    expected, larger = oracle_rotate(t, positions, module.rope.inv_freq, style="interleaved")
+    factor = torch.ones_like(given, dtype=torch.float64)
+    factor[..., :8] *= scale
+    if wanted == -2:
+        expected, larger = expected.transpose(1, 2), larger.transpose(1, 2)
+    assert_near_oracle(out, expected * factor, larger * factor.abs())
+
+
+def test_a_scale_rounded_twice_would_be_seen():
+    """The checker of the test above, on the product of a result in bfloat16."""
+    module, t = lu.RotaryEmbedding(8), randn(64, 8, dtype=torch.bfloat16)
+    exact, larger = oracle_rotate(
+        t.unsqueeze(1), torch.arange(64), module.rope.inv_freq, style="interleaved"
+    )
+    once = module.rotate_queries_or_keys(t, scale=0.7)
+    assert_near_oracle(once, exact[:, 0] * 0.7, larger[:, 0] * 0.7)
+    twice = module.rotate_queries_or_keys(t) * 0.7
+    with pytest.raises(AssertionError, match="beyond the bound"):
+        assert_near_oracle(twice, exact[:, 0] * 0.7, larger[:, 0] * 0.7)
 
 
 def test_queries_with_cached_keys():
@@ -151,10 +212,10 @@ def test_gradients():
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled():
-    module, freqs = lu.RotaryEmbedding(8), angles_of(N, 6)
+    module, freqs, factor = lu.RotaryEmbedding(8), angles_of(N, 6), randn(N, 1)
 
     def model(t: Tensor) -> Tensor:
-        t = module.rotate_queries_or_keys(t, offset=3)
+        t = module.rotate_queries_or_keys(t, offset=3, scale=factor)
         return lu.apply_rotary_emb(freqs, t)
 
     t = randn(B, H, N, D)
@@ -212,6 +273,32 @@ def test_apply_equals_the_package(peer, t_shape, freqs_shape, seq_dim):
     ours = lu.apply_rotary_emb(freqs, t, seq_dim=seq_dim)
     theirs = peer.apply_rotary_emb(freqs, t, seq_dim=seq_dim)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("seq_dim", [-2, -3])
+def test_scaled_angles_equal_the_package(peer, seq_dim):
+    """Longer angles than scale, and t; a scale for each token."""
+    freqs, t = angles_of(N + 3, 6), randn(B, N, N, D)
+    scale = (randn(N, 6, seed=3).abs() + 0.5).repeat_interleave(2, -1)
+    if seq_dim == -3:
+        freqs, scale = freqs.unsqueeze(1), scale.unsqueeze(1)
+    ours, theirs = (
+        package.apply_rotary_emb(freqs, t, scale=scale, seq_dim=seq_dim, freqs_seq_dim=0)
+        for package in (lu, peer)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=lambda s: str(getattr(s, "shape", s)))
+@pytest.mark.parametrize("seq_first", [False, True])
+def test_scaled_queries_or_keys_equal_the_package(peer, scale, seq_first):
+    ours, theirs = (
+        package.RotaryEmbedding(8, seq_before_head_dim=seq_first).rotate_queries_or_keys(
+            randn(B, N, N, D), offset=6, scale=of_scale(scale, seq_first)
+        )
+        for package in (lu, peer)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

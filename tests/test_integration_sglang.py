@@ -93,13 +93,33 @@ def test_forward_stores_the_rotated_key_and_the_value(flat: bool, dtype: torch.d
     shape = (20, 72) if flat else (20, 3, 24)
     k_buffer, v_buffer = torch.zeros(shape), torch.zeros(shape, dtype=torch.bfloat16)
     argument = sglang.FusedSetKVBufferArg(value, k_buffer, v_buffer, slots.to(dtype))
-    _, k = make()(places(), x, x.flatten(1) if flat else x, fused_set_kv_buffer_arg=argument)
+    _, k = make()(places(), x, x.flatten(1) if flat else x, None, argument)
     assert k is not None
     assert torch.equal(k_buffer[slots].view(11, 3, 24), k.view(11, 3, 24))
     assert torch.equal(v_buffer[slots].view(11, 3, 24), value.bfloat16())
     assert int(k_buffer.flatten(1).any(1).sum()) == 11, "other slots stay"
     with pytest.raises(ValueError, match="key must be given"):
         make()(places(), x, None, fused_set_kv_buffer_arg=argument)
+
+
+@pytest.mark.parametrize("kind", [None, "mrope"])
+@pytest.mark.parametrize("name", ["native", "cuda", "cpu", "hip", "xpu"])
+def test_forward_has_the_names_of_every_backend(kind: str | None, name: str):
+    """Callers pick one by hand, or replace ``forward`` by it; arguments in place, all five."""
+    scaling = {"rope_type": "default", "mrope_section": [4, 4, 4]} if kind else None
+    module, x = make(rope_scaling=scaling), randn(11, 3, 24)
+    positions = torch.stack((places(), places() + 1, places() * 0)) if kind else places()
+    lanes = (0,) * 4 + (1,) * 4 + (2,) * 4 if kind else ()
+    offsets = torch.arange(11)
+    cos, sin = rows(positions + offsets, frequencies(24, 10000), lane_axes=lanes)
+    buffers = [torch.zeros(11, 3, 24) for _ in range(2)]
+    argument = sglang.FusedSetKVBufferArg(x, *buffers, torch.arange(11))
+    forward = getattr(module, f"forward_{name}")
+    q, k = forward(positions, x, x.flatten(1), offsets, argument)
+    assert_rotated(q, x, cos, sin)
+    assert torch.equal(k.view(x.shape), q)
+    assert torch.equal(buffers[0], q)
+    assert torch.equal(buffers[1], x)
 
 
 def test_attributes():

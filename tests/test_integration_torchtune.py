@@ -11,8 +11,8 @@ import torch
 import rope_compile as rc
 from rope_compile.integrations import torchtune as tu
 
-from peer_formulas import assert_gradients, plain_rotate
-from support import assert_near_oracle, oracle_rotate, randn
+from peer_formulas import assert_gradients, assert_rotated, plain_rotate
+from support import assert_near_oracle, oracle_rotate, oracle_table, randn
 
 B, S, H, D = 2, 5, 3, 16
 
@@ -31,6 +31,20 @@ def test_forward(input_pos, dtype):
     np.testing.assert_allclose(module.rope.inv_freq.numpy(), f, rtol=1e-6)
     expected = oracle_rotate(x, positions.expand(B, S), module.rope.inv_freq, style="interleaved")
     assert_near_oracle(out, *expected)
+
+
+def test_cache_has_torchtunes_form():
+    """``[rows, dim / 2, 2]``: what its own forward would gather rotates as the module does."""
+    module, x = tu.RotaryPositionalEmbeddings(D, 70), randn(B, S, H, D)
+    assert module.cache.shape == (128, D // 2, 2)
+    assert module.cache.dtype == torch.float32
+    table = oracle_table(128, module.rope.inv_freq).unflatten(-1, (2, -1)).transpose(1, 2)
+    torch.testing.assert_close(module.cache, table, rtol=0, atol=1e-7)
+    cos, sin = module.cache[:S, None].unbind(-1)
+    assert_rotated(module(x), x, cos, sin, interleaved=True)
+    before = module(x)
+    module.cache.zero_()  # a copy
+    torch.testing.assert_close(module(x), before, rtol=0, atol=0)
 
 
 def test_input_pos_is_a_keyword():

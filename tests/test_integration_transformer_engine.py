@@ -72,16 +72,21 @@ def test_packed_sequences_some_of_them_empty(starts):
     assert_rotated(out, t, *rows_at(positions))
 
 
+def zig_zag(length: int, rank: int, ranks: int) -> Tensor:
+    """Positions of a rank: chunk ``rank`` and chunk ``2 * ranks - 1 - rank`` of the whole."""
+    size = length // (2 * ranks)
+    last = 2 * ranks - 1 - rank
+    return torch.cat([torch.arange(size) + size * chunk for chunk in (rank, last)])
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd"])
 def test_context_parallel_dense(ranks, tensor_format):
-    """The rank's tokens are chunk ``rank`` and chunk ``2 * ranks - 1 - rank`` of the whole."""
     t = randn(B, S, H, D)
     given = t if tensor_format == "bshd" else t.transpose(0, 1)
     for rank in range(ranks):
         out = te.apply_rotary_pos_emb(given, freqs_of(), tensor_format, cp_size=ranks, cp_rank=rank)
-        chunks = torch.arange(S * ranks).chunk(2 * ranks)
-        positions = torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
+        positions = zig_zag(S * ranks, rank, ranks)
         out = out if tensor_format == "bshd" else out.transpose(0, 1)
         assert_rotated(out, t, *rows_at(positions))
 
@@ -95,25 +100,35 @@ def test_context_parallel_packed():
         out = te.apply_rotary_pos_emb(
             t, freqs_of(), "thd", cu_seqlens=boundaries, cp_size=ranks, cp_rank=rank
         )
-        positions = []
-        for length in boundaries.diff().tolist():
-            chunks = torch.arange(length).chunk(2 * ranks) if length else [torch.arange(0)] * 4
-            positions += [chunks[rank], chunks[2 * ranks - 1 - rank]]
+        positions = [zig_zag(length, rank, ranks) for length in boundaries.diff().tolist()]
         assert_rotated(out, t, *rows_at(torch.cat(positions)))
+
+
+def assert_qkv_rotated(outs, qkv, positions, k_positions=None, *, interleaved=False):
+    """q ``[..., heads, D]`` at positions, k at its own, v as it was."""
+    groups = qkv.shape[-2]
+    q_in, k_in, v_in = qkv.split([qkv.shape[-1] - 2 * D, D, D], dim=-1)
+    q, k, v = outs
+    assert q.shape == (*qkv.shape[:-2], groups * (qkv.shape[-1] // D - 2), D)
+    assert_rotated(q, q_in.reshape(q.shape), *rows_at(positions), interleaved=interleaved)
+    k_positions = positions if k_positions is None else k_positions
+    assert_rotated(k, k_in, *rows_at(k_positions), interleaved=interleaved)
+    assert torch.equal(v, v_in)
 
 
 @pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_fused_qkv(tensor_format, shared, interleaved):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_qkv(tensor_format, shared, interleaved, dtype):
     groups, per_group = 2, 3
     widths = [per_group * D, D, D]
     lead = (7,) if tensor_format == "thd" else (S, B)
-    qkv = randn(*lead, groups, sum(widths))
+    qkv = randn(*lead, groups, sum(widths), dtype=dtype)
     q_freqs = freqs_of(interleaved)
     k_freqs = q_freqs if shared else freqs_of(interleaved).flip(0)
     cu_seqlens = torch.tensor([0, 3, 7]) if tensor_format == "thd" else None
-    q, k, v = te.apply_fused_qkv_rotary_pos_emb(
+    outs = te.apply_fused_qkv_rotary_pos_emb(
         qkv, q_freqs, k_freqs, widths, tensor_format, None, interleaved, cu_seqlens
     )
     if tensor_format == "thd":
@@ -122,20 +137,58 @@ def test_fused_qkv(tensor_format, shared, interleaved):
         positions = torch.arange(S)[:, None]
     else:
         positions = torch.arange(B)[None]
-    assert q.shape == (*lead, groups * per_group, D)
-    q_in, k_in, v_in = qkv.split(widths, dim=-1)
-    assert_rotated(q, q_in.reshape(q.shape), *rows_at(positions), interleaved=interleaved)
     k_positions = positions if shared else ROWS - 1 - positions
-    assert_rotated(k, k_in, *rows_at(k_positions), interleaved=interleaved)
-    torch.testing.assert_close(v, v_in, rtol=0, atol=0)
+    assert_qkv_rotated(outs, qkv, positions, k_positions, interleaved=interleaved)
 
 
-def test_fused_qkv_with_start_positions():
-    qkv, starts = randn(S, B, 2, 3 * D), torch.tensor([5, 2])
+def flipped(shared: bool) -> tuple[Tensor, Tensor]:
+    """Angles of q and k: one tensor, or those of k in the other order of rows."""
     freqs = freqs_of()
-    q, _, _ = te.apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [D, D, D], "sbhd", starts)
-    positions = torch.arange(S)[:, None] + starts
-    assert_rotated(q, qkv[..., :D], *rows_at(positions))
+    return freqs, freqs if shared else freqs.flip(0)
+
+
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_qkv_with_start_positions(tensor_format, shared, dtype):
+    starts, cu_seqlens = torch.tensor([5, 2], dtype=torch.int32), None
+    lead, positions = (S, B), torch.arange(S)[:, None] + starts
+    if tensor_format == "bshd":
+        lead, positions = (B, S), positions.T
+    elif tensor_format == "thd":
+        cu_seqlens = torch.tensor([0, 3, 7], dtype=torch.int32)
+        lead, positions = (7,), torch.tensor([5, 6, 7, 2, 3, 4, 5])
+    # As a model has it: the projection's slice, not contiguous.
+    qkv = randn(*lead, 2, 4 * D + 3, dtype=dtype)[..., : 4 * D]
+    outs = te.apply_fused_qkv_rotary_pos_emb(
+        qkv, *flipped(shared), [2 * D, D, D], tensor_format, starts, cu_seqlens=cu_seqlens
+    )
+    assert_qkv_rotated(outs, qkv, positions, positions if shared else ROWS - 1 - positions)
+
+
+@pytest.mark.parametrize("tensor_format", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_qkv_of_context_parallel_ranks(tensor_format, shared, dtype):
+    ranks, cu_seqlens, lengths = 2, None, [2 * S]
+    lead = {"sbhd": (S, B), "bshd": (B, S), "thd": (6,)}[tensor_format]
+    if tensor_format == "thd":
+        cu_seqlens, lengths = torch.tensor([0, 4, 4, 12]), [4, 0, 8]
+    qkv = randn(*lead, 2, 4 * D, dtype=dtype)
+    for rank in range(ranks):
+        outs = te.apply_fused_qkv_rotary_pos_emb(
+            qkv, *flipped(shared), [2 * D, D, D], tensor_format, None, False, cu_seqlens, ranks,
+            rank,
+        )  # fmt: skip
+        positions, others = (
+            torch.cat([zig_zag(length, which, ranks) for length in lengths])
+            for which in (rank, 1 - rank)
+        )
+        if tensor_format == "sbhd":
+            positions, others = positions[:, None], others[:, None]
+        assert_qkv_rotated(outs, qkv, positions, positions if shared else ROWS - 1 - positions)
+        with pytest.raises(AssertionError, match="beyond the bound"):  # the checker tells the ranks
+            assert_qkv_rotated(outs, qkv, others)
 
 
 def test_start_positions_past_the_rows_take_the_last():

@@ -37,7 +37,8 @@ def apply_rotary_emb(
             ``[..., height, width, head_dim]``.
         t: any layout with head_dim last.
         start_index: first rotated channel.
-        scale: multiplied into cos and sin; a tensor as freqs (xPos).
+        scale: multiplied into cos and sin; a tensor as the angles that are used (xPos), each
+            value twice in a row.
         seq_dim: the sequence in t; the last ``t.shape[seq_dim]`` angles are used where
             ``freqs_seq_dim`` is given, or freqs has two dimensions, or t three.
         freqs_seq_dim: the sequence in freqs.
@@ -51,14 +52,11 @@ def apply_rotary_emb(
     """
     if freqs_seq_dim is None and (freqs.dim() == 2 or t.dim() == 3):
         freqs_seq_dim = 0
-    angles = _halve(freqs, scale)
-    if freqs_seq_dim is not None:
-        first = freqs.shape[freqs_seq_dim] - t.shape[seq_dim]
-        angles = [
-            x.narrow(freqs_seq_dim, max(first, 0), x.shape[freqs_seq_dim] - max(first, 0))
-            for x in angles
-        ]
-    rows = from_halves(*angles)
+    if freqs_seq_dim is not None:  # the scale is for the angles that remain, and never cut
+        length = freqs.shape[freqs_seq_dim]
+        first = max(length - t.shape[seq_dim], 0)
+        freqs = freqs.narrow(freqs_seq_dim, first, length - first)
+    rows = from_halves(*_halve(freqs, scale))
     return rotate_rows(
         t, None, rows, "interleaved", _shared_dim(t, rows), rotary_offset=start_index
     )[0]
@@ -159,7 +157,7 @@ class RotaryEmbedding(nn.Module):
         t: Tensor,
         seq_dim: int | None = None,
         offset: int = 0,
-        scale: float | None = None,
+        scale: float | Tensor | None = None,
     ) -> Tensor:
         """Rotate ``t``, whose first token is at ``offset``.
 
@@ -169,24 +167,34 @@ class RotaryEmbedding(nn.Module):
             seq_dim: -2 or -3 (or that counted from the front); None means the default of the
                 module.
             offset: position of the first token.
-            scale: multiplies the result's rotated channels.
+            scale: multiplies the result's rotated channels; a tensor broadcasts to them.
         """
+        if scale is not None:
+            return self._rotate_scaled(t, seq_dim, offset, scale)
         sequence = self.default_seq_dim if seq_dim is None else seq_dim
         sequence = sequence - t.dim() if sequence >= 0 else sequence
         if sequence not in (-2, -3) or t.dim() < -sequence:
             raise ValueError(f"seq_dim must be -2 or -3 of t, got {seq_dim} for {tuple(t.shape)}")
         self._check_language()
         positions = torch.arange(t.shape[sequence], device=t.device) + offset
+        rotated: Tensor
         if sequence == -3:
             rotated = self.rope(positions, t)[0]
         elif t.dim() == 2:
             rotated = self.rope(positions, t.unsqueeze(-2))[0].squeeze(-2)
         else:
             rotated = self.rope(positions, t.transpose(-2, -3))[0].transpose(-2, -3)
-        if scale is None or scale == 1:
-            return rotated  # type: ignore[no-any-return]
+        return rotated
+
+    def _rotate_scaled(
+        self, t: Tensor, seq_dim: int | None, offset: int, scale: float | Tensor
+    ) -> Tensor:
+        """In float32 or wider, rounded once, after the scale."""
+        wide = t.to(torch.promote_types(t.dtype, torch.float32))
+        rotated = self.rotate_queries_or_keys(wide, seq_dim, offset)
         width = self.rope.config.rotary_dim
-        return torch.cat((rotated[..., :width] * scale, rotated[..., width:]), dim=-1)
+        parts = rotated[..., :width] * scale, rotated[..., width:]
+        return torch.cat(parts, dim=-1).to(t.dtype)
 
     def rotate_queries_with_cached_keys(
         self, q: Tensor, k: Tensor, seq_dim: int | None = None, offset: int = 0

@@ -1,19 +1,19 @@
 """Signatures of ``torchtitan.models.common.rope``, of its module and of its functions.
 
 Older torchtitan calls ``apply_rotary_emb_*`` with the module's ``cache``; newer calls the module
-with query and key. Both are here. Tables of the modules are the shared ones of
-`rope_compile.get_rope` (``.rope``), right for every position.
+with query and key. Both are here, and ``MRoPE`` of its Qwen vision models. Tables of the modules
+are the shared ones of `rope_compile.get_rope` (``.rope``), right for every position.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from rope_compile.axes import Style
+from rope_compile.axes import Axes, InterleavedAxes, Style
 from rope_compile.config import RopeConfig
 from rope_compile.factory import get_rope
 from rope_compile.integrations._rows import both, rotate_rows, rows_at
@@ -23,6 +23,8 @@ from rope_compile.scaling import DefaultScaling, Llama3Scaling, Scaling, YarnSca
 __all__ = [
     "ComplexRoPE",
     "CosSinRoPE",
+    "MRoPE",
+    "MRoPEConfig",
     "RoPE",
     "RoPEConfig",
     "apply_rotary_emb_complex",
@@ -85,8 +87,12 @@ class RoPE(nn.Module):
                 base=config.theta,
                 style=_style(self.backend),
                 scaling=_scaling(config, self.backend),
+                axes=self._axes(config),
             )
         )
+
+    def _axes(self, config: RoPEConfig) -> Axes | None:
+        return None
 
     @property
     def cache(self) -> Tensor:
@@ -129,6 +135,55 @@ class CosSinRoPE(RoPE):
     """`RoPE` with pairs ``(i, i + dim / 2)``, whatever the config says."""
 
     _backend = "cos_sin"
+
+
+@dataclass(kw_only=True, slots=True)
+class MRoPEConfig(RoPEConfig):
+    """``MRoPE.Config``: ``mrope_section`` are the lanes of time, height and width."""
+
+    mrope_section: list[int] = field(default_factory=lambda: [24, 20, 20])
+
+
+class MRoPE(CosSinRoPE):
+    """`CosSinRoPE` with positions of time, height and width, which take turns over the lanes
+    (Qwen3-VL, Qwen3.5).
+
+    Raises:
+        ValueError: ``mrope_section`` that is not three counts which sum to ``dim / 2``.
+    """
+
+    Config = MRoPEConfig
+
+    def _axes(self, config: RoPEConfig) -> Axes | None:
+        return InterleavedAxes(tuple(cast(MRoPEConfig, config).mrope_section))
+
+    def forward(
+        self, query: Tensor, key: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate query and key in one launch.
+
+        Args:
+            query: ``[batch, seq, heads, dim]`` or ``[tokens, heads, dim]``.
+            key: as query with its own head count.
+            positions: int ``[1 or batch, seq, 3]`` or ``[tokens, 3]``, the axis last: one dimension
+                less than query. With two less they are those of `RoPE`, the same for the three axes
+                (text).
+
+        Raises:
+            ValueError: as many dimensions, and not three positions for each token.
+        """
+        if positions is None:
+            positions = torch.arange(query.shape[-3], device=query.device)
+        if positions.dim() < query.dim() - 1:
+            positions = positions.unsqueeze(0)
+        elif positions.shape[-1] == 3:
+            positions = positions.movedim(-1, 0)
+        else:
+            raise ValueError(
+                "positions must be [*tokens, 3], the axis last, or [*tokens], got "
+                f"{tuple(positions.shape)}; move the axis of [3, *tokens] with movedim(0, -1)"
+            )
+        return super().forward(query, key, positions)
 
 
 def apply_rotary_emb_complex(

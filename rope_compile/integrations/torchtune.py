@@ -45,6 +45,12 @@ class RotaryPositionalEmbeddings(nn.Module):
         )
         self.rope_init()
 
+    @property
+    def cache(self) -> Tensor:
+        """The table as torchtune has it, a copy: float32 ``[rows, dim / 2, 2]``, cos and sin of
+        each pair."""
+        return torch.stack(self.rope.cos_sin_cache.chunk(2, dim=-1), dim=-1)
+
     def rope_init(self) -> None:
         """Fetch the table for the present default device; recipes call it after meta
         construction."""

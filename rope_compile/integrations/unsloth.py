@@ -29,11 +29,12 @@ def fast_rope_embedding(
             from 0. One outside the table takes the nearest row.
 
     Raises:
-        ValueError: shapes that do not fit. TypeError: indices that are no integers.
+        ValueError: shapes that do not fit, among them tables that differ between the sequences of a
+        batch. TypeError: indices that are no integers.
     """
     if Q.dim() != 4:
         raise ValueError(f"Q must be [batch, heads, seq, head_dim], got {tuple(Q.shape)}")
-    cos, sin = (x.flatten(0, -2) for x in (cos, sin))
+    cos, sin = _rows("cos", cos), _rows("sin", sin)
     batch, _, seq, _ = Q.shape
     if rope_embedding_indices is None:
         if cos.shape[0] < seq:
@@ -43,3 +44,13 @@ def fast_rope_embedding(
         tokens = rope_embedding_indices.reshape(batch, 1, seq)
         cos, sin = (rows_at(x, tokens, "rope_embedding_indices") for x in (cos, sin))
     return both(rotate_rows(Q, K, from_full_width(cos, sin, "half"), "half", 1))
+
+
+def _rows(name: str, table: Tensor) -> Tensor:
+    if table.dim() < 2 or any(size != 1 for size in table.shape[:-2]):
+        raise ValueError(
+            f"{name} must be [rows, head_dim] with leading dimensions of 1, got "
+            f"{tuple(table.shape)}; one table serves every sequence, rope_embedding_indices say "
+            "which rows"
+        )
+    return table.reshape(table.shape[-2:])

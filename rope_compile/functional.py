@@ -257,7 +257,8 @@ def apply_rope(
             ``"interleaved_to_half"`` reads interleaved pairs and writes them as halves.
         attention_scaling: Multiplied into cos and sin of positions outside the table; the table has
             it already.
-        inverse: Apply the transpose: sin negated, magnitude kept.
+        inverse: Apply the transpose: sin negated, magnitude m kept; after the rotation it gives
+            ``m ** 2`` times the input.
         axes: A lane-to-axis map, or one axis for each lane, for multi-axis positions.
 
     Returns:

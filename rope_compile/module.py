@@ -72,7 +72,8 @@ class RotaryEmbedding(nn.Module):
                 int32 or int64, any value.
             q: ``[..., heads, head_dim]``.
             k: As q with its own head count, or None.
-            inverse: Rotate back (the transpose).
+            inverse: Rotate back (the transpose): undoes a rotation of magnitude 1, else gives
+                ``attention_scaling ** 2`` times what it was.
 
         Returns:
             Fresh contiguous tensors; None for an absent k.

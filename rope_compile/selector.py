@@ -115,7 +115,7 @@ class RopeSelector(nn.Module):
                 ``len(ropes) - 1``, broadcasting against the token dimensions of positions:
                 ``[tokens]``, or ``[batch, 1]`` beside positions ``[seq]``. The nearest module
                 serves any other value.
-            inverse: Rotate back (the transpose).
+            inverse: Rotate back, see there.
 
         Returns:
             Fresh contiguous tensors; None for an absent k.

@@ -73,7 +73,9 @@ def check(q, k, positions, rest, *, outs=None) -> None:
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
-@pytest.mark.parametrize("rotary_dim", [2, 4, 6, 32, 40, 64, 80, 96, 128, 160, 192, 256, 512, 576])
+@pytest.mark.parametrize(
+    "rotary_dim", [2, 4, 6, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512, 576]
+)
 def test_every_width(style: str, rotary_dim: int) -> None:
     """No power of two is assumed; NaN guard columns and rows around the table."""
     rest = rest_of(rotary_dim, style=style)

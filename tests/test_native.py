@@ -73,7 +73,7 @@ def same(got, wanted) -> None:
 @pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])
 def test_every_width_gives_the_bits_of_plain_torch(style: str, dtype) -> None:
     """Whole registers, halves of one, single lanes, and what is left over; partial both ways."""
-    for rotary_dim in (2, 6, 8, 16, 20, 34, 40, 64, 80, 96, 128, 192, 256):
+    for rotary_dim in (2, 6, 8, 16, 20, 34, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512, 576):
         for offset, rest in ((0, 0), (0, 10), (6, 0), (3, 5)):
             width = rotary_dim + offset + rest
             q, k = randn(5, 3, width, seed=1, dtype=dtype), randn(5, 1, width, seed=2, dtype=dtype)
@@ -81,6 +81,17 @@ def test_every_width_gives_the_bits_of_plain_torch(style: str, dtype) -> None:
                 arguments = (q, k, inside(5), table_of(rotary_dim // 2), None, (), style, offset,
                              1.0, inverse)  # fmt: skip
                 same(rope_op(*arguments), rope_torch(*arguments))
+
+
+@needs_native
+@pytest.mark.parametrize("heads", [(1, 1), (64, 1), (7, 1), (48, 4), (3, 0), (9, 17)])
+def test_every_head_count_gives_the_bits_of_plain_torch(heads: tuple[int, int]) -> None:
+    """k is some heads of a wider tensor, with a token stride of its own."""
+    q = randn(5, heads[0], 24, seed=1)
+    k = randn(5, heads[1] + 3, 24, seed=2)[:, 2 : 2 + heads[1]]
+    for style in ("half", "interleaved"):
+        arguments = (q, k, inside(5), table_of(12), None, (), style, 0, 1.0, False)
+        same(rope_op(*arguments), rope_torch(*arguments))
 
 
 @needs_native

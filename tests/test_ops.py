@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -83,6 +84,36 @@ def test_opcheck_passes_on_every_layout(layout: str, style: str, grad: bool, dty
 def test_opcheck_passes_in_place(layout: str, style: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         opcheck(rope_inplace_op, case(layout, style, 8, 4, 2, dtype))
+
+
+# Token dimensions of q, shape of the positions, and what else differs from half style.
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, object]]] = {
+    "batch": ((2, 5), (2, 5), {}),
+    "shared positions": ((2, 5), (5,), {}),
+    "axes": ((2, 5), (3, 2, 5), {"axes": (0, 1, 2, 0)}),
+    "one position for three axes": ((2, 5), (5,), {"axes": (0, 1, 2, 0)}),
+    "full width": ((5,), (2, 5), {"axes": (0,) * 4 + (1,) * 4}),
+    "half_blocks": ((5,), (2, 5), {"axes": (0, 0, 1, 1), "style": "half_blocks"}),
+    "interleaved_to_half": ((2, 5), (5,), {"style": "interleaved_to_half"}),
+    "inverse": ((2, 5), (5,), {"inverse": True}),
+}
+
+
+@pytest.mark.parametrize("heads", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("order", ["in order", "heads first", "sequence first"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_opcheck_passes_on_every_shape(shape: str, order: str, dtype, heads: int) -> None:
+    """Batches and axes, q and k as transposed views, k of one head or of none."""
+    lead, at, changes = SHAPES[shape]
+    q, k = (randn(*lead, count, 8, seed=count, dtype=dtype) for count in (3, heads))
+    if order == "heads first":
+        q, k = (x.transpose(-2, -3).contiguous().transpose(-2, -3) for x in (q, k))
+    elif order == "sequence first":
+        q, k = (x.transpose(0, -3).contiguous().transpose(0, -3) for x in (q, k))
+    positions = torch.arange(math.prod(at)).view(at) * 37 - 11
+    found = opcheck(rope_op, (q, k, positions, *rest_of(8, **changes)))
+    assert set(found.values()) == {"SUCCESS"}
 
 
 class TestWrongTwinsFail:

@@ -8,6 +8,8 @@ Two ways, found out for each part of the model from what its code does, never fr
    of the call, position axes, a base per layer type are theirs), and the apply functions are
    replaced by one operator call for q and k.
 
+For code of one's own there are transformers' functions by their names, in ``functions``.
+
 What fits neither is left as it is, and named in the report. ``NOTE [How a module is patched]`` in
 ``rewrite`` says why no other model of the process is touched.
 """
@@ -20,10 +22,27 @@ from torch import nn
 
 import rope_compile as rc
 from rope_compile.integrations.transformers import positions, rewrite
+from rope_compile.integrations.transformers.functions import (
+    apply_rotary,
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_interleave,
+    apply_rotary_pos_emb_vision,
+    rope_init,
+)
 from rope_compile.integrations.transformers.hub import kernel_mapping
 from rope_compile.integrations.transformers.sites import Site, sites_of
 
-__all__ = ["PatchReport", "kernel_mapping", "patch", "unpatch"]
+__all__ = [
+    "PatchReport",
+    "apply_rotary",
+    "apply_rotary_pos_emb",
+    "apply_rotary_pos_emb_interleave",
+    "apply_rotary_pos_emb_vision",
+    "kernel_mapping",
+    "patch",
+    "rope_init",
+    "unpatch",
+]
 
 _SHARED_TABLE = "positions, shared table"
 

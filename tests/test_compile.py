@@ -455,7 +455,7 @@ def test_the_graph_holds_the_operator_itself() -> None:
     assert found.count(rope_op) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_inductor_equals_eager_bit_for_bit(dtype) -> None:
     q, k, positions = make(77)
     q, k = q.to(dtype), k.to(dtype)

@@ -82,6 +82,19 @@ def test_c1_a_layer_is_one_graph(name: str) -> None:
 
 
 @compiles
+def test_c1_a_choice_by_token_is_one_graph() -> None:
+    """A cache update or decision in forward breaks the graph, huggingface/transformers #35716."""
+    rope = rc.RopeSelector([RotaryEmbedding(config(base=base), "cpu") for base in (1e4, 5e5)])
+
+    def forward(positions: Tensor, q: Tensor, selector: Tensor) -> Tensor:
+        return rope(positions, q, selector=selector)[0].relu()
+
+    arguments = torch.arange(7) * 37 - 11, randn(7, 3, 16), torch.arange(7) % 2
+    found = torch._dynamo.explain(forward)(*arguments)
+    assert (found.graph_count, found.graph_break_count, found.break_reasons) == (1, 0, [])
+
+
+@compiles
 def test_c1_a_decision_in_forward_would_be_counted() -> None:
     """Wrong twin of huggingface/transformers #35716: the longest position chooses the factors."""
     short, long = (RotaryEmbedding(config(base=base), "cpu") for base in (1e4, 5e5))

@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -177,11 +178,34 @@ SCALINGS = (
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64
     ),
     rc.ProportionalScaling(partial_rotary_factor=0.5),
-)
+    rc.LongRopeScaling(
+        policy="by_length", short_factor=(1.0,) * 4, long_factor=(2.0,) * 4,
+        original_max_position=64, factor=4.0, length=128,
+    ),
+)  # fmt: skip
+# Fields that are a word, or nothing, until they are given: another value, and what goes with it.
+GIVEN: dict[str, dict[str, object]] = {
+    "attention_factor": {"attention_factor": 1.0},  # all that DeepSeek allows
+    "short_mscale": {"short_mscale": 1.5},
+    "long_mscale": {"long_mscale": 1.5},
+    "mscale": {"mscale": 0.5},
+    "mscale_all_dim": {"mscale_all_dim": 0.5},
+    "max_trained_position": {
+        "max_trained_position": 32, "policy": "static_max", "length": None,
+    },
+    "policy": {"length": None},
+}  # fmt: skip
+POLICIES = {rc.DynamicScaling: "static_factor", rc.LongRopeScaling: "static"}
+
+
+def test_e2_every_scaling_with_fields_is_here() -> None:
+    """Attributes missing from a hash, tenstorrent/tt-metal PR #50093: a new type must join."""
+    public = {getattr(rc, name) for name in rc.__all__ if name.endswith("Scaling")}
+    assert public - {rc.DefaultScaling} == {type(scaling) for scaling in SCALINGS}
 
 
 def variants(scaling: rc.DefaultScaling) -> Iterator[object]:
-    """One for each number or flag of a scaling type, which alone is changed."""
+    """One for each field of a scaling type, which is changed."""
     for field in dataclasses.fields(scaling):
         value = getattr(scaling, field.name)
         if isinstance(value, bool):
@@ -189,6 +213,14 @@ def variants(scaling: rc.DefaultScaling) -> Iterator[object]:
         elif isinstance(value, int | float):
             step = 0.25 if field.name in ("mixed_b", "partial_rotary_factor") else 1
             yield dataclasses.replace(scaling, **{field.name: value + step})
+        elif isinstance(value, tuple):
+            yield dataclasses.replace(scaling, **{field.name: (*value[:-1], value[-1] + 1)})
+        elif isinstance(value, str):
+            changes = GIVEN[field.name] | {field.name: POLICIES[type(scaling)]}
+            yield dataclasses.replace(scaling, **changes)
+        else:
+            assert value is None, field
+            yield dataclasses.replace(scaling, **GIVEN[field.name])
 
 
 @pytest.mark.parametrize(
@@ -229,6 +261,16 @@ def test_e2_every_number_of_a_scaling_is_in_the_key(scaling) -> None:
     assert len({id(rope) for rope in ropes}) == len(made) > 1
 
 
+def test_e2_every_axis_map_is_in_the_key() -> None:
+    """Attributes missing from a hash, tenstorrent/tt-metal PR #50093: kinds and sections too."""
+    maps = (
+        None, rc.ChunkedAxes((1, 1, 2)), rc.ChunkedAxes((1, 2, 1)), rc.InterleavedAxes((2, 1, 1)),
+        rc.GlmAxes((1, 1, 2)), rc.AxialAxes((4, 4)), rc.AxialAxes((4, 4), frequencies="global"),
+    )  # fmt: skip
+    ropes = {id(get_rope(config(axes=axes), "cpu")) for axes in maps}
+    assert len(ropes) == len(maps)
+
+
 def test_e2_spellings_of_one_number_share() -> None:
     """A key that tells spellings apart, vllm-project/vllm PR #4835: 10000, 10000.0 and "1e4"."""
     ropes = {id(get_rope(config(base=base), "cpu")) for base in (10000, 10000.0, "1e4")}
@@ -239,6 +281,13 @@ def test_e2_spellings_of_one_number_share() -> None:
             config(**{name: True})
     with pytest.raises(TypeError, match="truncate must be True or False"):
         rc.YarnScaling(factor=4.0, original_max_position=64, truncate=1)
+
+
+def test_e2_a_device_without_a_number_is_the_current_one(monkeypatch) -> None:
+    """Spellings of one device as unequal keys, NVIDIA/TransformerEngine PR #798: cuda is cuda:0."""
+    made = types.SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device: made)
+    assert canonical_device("cuda") == canonical_device("cuda:0") == torch.device("cuda", 0)
 
 
 def test_e2_a_device_has_one_name() -> None:

@@ -196,7 +196,7 @@ def test_h2_frequencies_depend_on_the_length_alone(order) -> None:
         assert frequencies(made.with_length(length))[-1].item() == near(LAST_LANE[length], 1e-12)
     found = frequencies(made, 4096)
     assert found[1].item() ** -64 == near(30527.7367488067, 1e-9)
-    first, again = (made.inv_freq(length=1024) for _ in range(2))
+    first, _, again = (made.inv_freq(length=length) for length in (1024, 8192, 1024))
     assert torch.equal(first, again)
 
 
@@ -264,9 +264,19 @@ def test_h3_the_correction_range_is_rounded_only_when_asked(truncate: bool) -> N
 
 
 def test_h3_the_other_rounding_would_be_found() -> None:
-    """Wrong twin of vllm-project/vllm PR #28244: the two differ far beyond the tolerance."""
-    assert YARN_LANES[True][1] != near(YARN_LANES[False][1], 1e-3)
-    assert YARN_LANES[True][2] != near(YARN_LANES[False][2], 1e-1)
+    """Wrong twin of vllm-project/vllm PR #28244: results of the one are none of the other."""
+    rounded, exact = (
+        RopeConfig(
+            head_dim=64, max_position=128, base=150000.0,
+            scaling=rc.YarnScaling(factor=32.0, original_max_position=4096, truncate=truncate),
+        )
+        for truncate in (True, False)
+    )  # fmt: skip
+    positions, q = torch.arange(100), randn(100, 1, 64)
+    out = RotaryEmbedding(rounded, "cpu")(positions, q)
+    assert_right(out, (q, None), positions, rounded)
+    with pytest.raises(AssertionError, match="beyond the bound"):
+        assert_right(out, (q, None), positions, exact)
 
 
 # --------------------------------------------------------------------------------------------- H4

@@ -143,9 +143,10 @@ def test_b1_a_branch_on_the_longest_position_would_be_found() -> None:
 
 
 def snapshot(rope: nn.Module) -> tuple[object, ...]:
-    """Attributes by identity, buffers by address and version, of a module and its parts."""
+    """Attributes by identity, containers by content too, buffers by address and version, of a
+    module and its parts."""
     attributes = {
-        (name, key): id(value)
+        (name, key): (id(value), repr(value) if isinstance(value, dict | list | set) else "")
         for name, part in rope.named_modules()
         for key, value in vars(part).items()
     }
@@ -166,6 +167,21 @@ def test_b2_a_hundred_forwards_leave_no_state(name: str) -> None:
         rope(positions, q, k)
         rope.apply_(positions, q, k)
     assert snapshot(rope) == before
+
+
+def test_b2_a_dictionary_that_is_filled_would_be_found() -> None:
+    """Wrong twin of vllm-project/vllm PR #35348: nothing is bound again, and state is kept."""
+
+    class Filling(RotaryEmbedding):
+        def forward(self, positions, q, k=None, **flags):
+            self.kept[tuple(positions.shape)] = True
+            return super().forward(positions, q, k, **flags)
+
+    rope = Filling(config(), "cpu")
+    rope.kept = {}
+    before = snapshot(rope)
+    rope(*inputs(rope, tokens=3, step=0))
+    assert snapshot(rope) != before
 
 
 def test_b2_no_call_takes_a_length_or_an_offset() -> None:

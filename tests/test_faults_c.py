@@ -311,6 +311,21 @@ def test_c6_the_operator_is_there_without_triton() -> None:
     assert run_child("-W", "ignore", "-c", HIDDEN).strip() == "registered"
 
 
+BROKEN = """
+import torch
+def refuse(*arguments, **options):
+    raise OSError("no registration")
+torch.library.Library.define = refuse
+import rope_compile
+"""
+
+
+def test_c6_a_registration_that_fails_fails_loudly() -> None:
+    """Registration is a no-op and Dynamo traces on, flashinfer-ai/flashinfer #2733: it raises."""
+    with pytest.raises(AssertionError, match="OSError: no registration"):
+        run_child("-W", "ignore", "-c", BROKEN)
+
+
 @compiles
 def test_c6_a_function_that_is_no_operator_would_be_found() -> None:
     """Wrong twin of AMD-Ecosystem/flashinfer PR #210: a decorator that registers nothing."""

@@ -170,6 +170,11 @@ def test_i2_only_the_right_places_of_the_base_change(op, make, part: str) -> Non
         assert torch.equal(outside, expected == SENTINEL)
         assert int(outside.sum()) == base.numel() - q.numel() - k.numel()
         assert_right((q, k), given, EDGES, rope.config)
+        first = rope.config.rotary_offset
+        kept = torch.ones(q.shape[-1], dtype=torch.bool)
+        kept[first : first + rope.config.rotary_dim] = False
+        for x, old in zip((q, k), given, strict=True):
+            assert torch.equal(x[..., kept], old[..., kept])
 
 
 def test_i2_a_copy_that_swallows_writes_would_be_found() -> None:

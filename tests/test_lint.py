@@ -79,19 +79,25 @@ def unexplained_skips(source: str) -> list[str]:
             keywords = {keyword.arg for keyword in node.keywords}
             if "reason" not in keywords or (name.endswith("xfail") and "strict" not in keywords):
                 found.append(f"line {node.lineno}: {name} without reason")
+        if name == "pytest.skip" and not (node.args or node.keywords):
+            found.append(f"line {node.lineno}: {name} without reason")
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.flaky":
             found.append(f"line {node.lineno}: flaky mark")
     return found
 
 
 def test_no_test_is_hidden_without_a_reason():
-    found = {path.name: unexplained_skips(path.read_text()) for path in ROOT.glob("tests/*.py")}
+    found = {path.name: unexplained_skips(path.read_text()) for path in ROOT.glob("tests/**/*.py")}
     assert not {name: lines for name, lines in found.items() if lines}
 
 
 @pytest.mark.parametrize(
     "twin",
-    ["@pytest.mark.skipif(True)\ndef f(): ...", "@pytest.mark.flaky\ndef f(): ..."],
+    [
+        "@pytest.mark.skipif(True)\ndef f(): ...",
+        "@pytest.mark.flaky\ndef f(): ...",
+        "def test_f():\n    pytest.skip()",
+    ],
 )
 def test_a_hidden_test_would_be_found(twin: str):
     assert unexplained_skips(twin)

@@ -278,7 +278,9 @@ def test_spellings_of_sections_are_one_config():
 
 
 def rotary(name: str, cls: str, config):
-    module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    module = pytest.importorskip(
+        f"transformers.models.{name}.modeling_{name}", reason="needs transformers"
+    )
     return getattr(module, cls)(config)
 
 
@@ -311,7 +313,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 9, 700], [0, 5, 3, 8, 31], [0, 2, 77, 6, 1],
 )
 def test_same_angles_as_transformers_text_models(name, cls, config_name, sections):
     """cos and sin per channel, bit for bit, with the style and map that the translation picks."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     theta = {"rope_theta": 1e6, "rope_type": "default", "mrope_section": list(sections)}
     hf_config = getattr(transformers, config_name)(
         hidden_size=256, num_attention_heads=2, head_dim=128, rope_parameters=theta
@@ -356,7 +358,7 @@ def test_same_angles_as_transformers_text_models(name, cls, config_name, section
     ],
 )
 def test_same_angles_as_transformers_vision_towers(name, cls, config_name, axes, style):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     if not hasattr(transformers, config_name):
         pytest.skip(f"this transformers version has no {config_name}")
     hf_config = getattr(transformers, config_name)()
@@ -379,7 +381,7 @@ def test_same_angles_as_transformers_vision_towers(name, cls, config_name, axes,
 
 
 def test_llama4_vision_positions():
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     hf_config = transformers.Llama4VisionConfig(
         image_size=28, patch_size=4, hidden_size=64, num_attention_heads=2
     )

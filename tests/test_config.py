@@ -573,7 +573,7 @@ def test_trap_theta_matrix(where, container):
 
 def test_trap_a_defaulted_top_level_theta_loses():
     """Fault H6: an object whose class default is 10000 beside an explicit 500000 inside."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     config = transformers.LlamaConfig(rope_parameters=LLAMA3 | {"rope_theta": 5e5})
     config.rope_theta = config.default_theta
     assert RopeConfig.from_transformers(config).base == 5e5
@@ -677,7 +677,7 @@ def test_trap_missing_original_length():
         short = {k: v for k, v in rope.items() if not k.startswith("original")}
         with pytest.raises(ValueError, match="must have 'original_max_position_embeddings'"):
             translate(short, head_dim=width)
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     filled = transformers.LlamaConfig(
         max_position_embeddings=8192, rope_parameters={"rope_type": "yarn", "factor": 2.0}
     )
@@ -1035,7 +1035,7 @@ OBJECTS = {
 @pytest.mark.parametrize("name", OBJECTS)
 def test_transformers_objects(name):
     """Frequencies and magnitude bit for bit, and the pairing, of the model's own rotary module."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     prefix, fields, layer = OBJECTS[name]
     if not hasattr(transformers, f"{prefix}Config"):
         pytest.skip(f"this transformers version has no {prefix}Config")
@@ -1045,7 +1045,7 @@ def test_transformers_objects(name):
     assert hf_config.to_dict() == before
 
     path = type(hf_config).__module__.replace("configuration", "modeling")
-    module = pytest.importorskip(path)
+    module = pytest.importorskip(path, reason="needs transformers")
     cls = getattr(module, f"{prefix.removesuffix('Text')}RotaryEmbedding", None)
     rotary = (cls or getattr(module, f"{prefix}RotaryEmbedding"))(hf_config)
     nested = layer if hasattr(rotary, f"{layer}_inv_freq") else None
@@ -1077,10 +1077,12 @@ def test_transformers_objects(name):
 
 
 def test_transformers_gptj():
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     config = RopeConfig.from_transformers(transformers.GPTJConfig())
     assert (config.head_dim, config.rotary_dim, config.base) == (256, 64, 1e4)
-    module = pytest.importorskip("transformers.models.gptj.modeling_gptj")
+    module = pytest.importorskip(
+        "transformers.models.gptj.modeling_gptj", reason="needs transformers"
+    )
     table = module.create_sinusoidal_positions(16, 64)
     phases = torch.arange(16)[:, None] * config.inv_freq()
     torch.testing.assert_close(
@@ -1103,7 +1105,7 @@ def test_transformers_gptj():
 )
 def test_transformers_multimodal_objects(name, axes):
     """Read through the text config; the sections are the model's own when the config has none."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     hf_config = getattr(transformers, f"{name}Config")()
     config = RopeConfig.from_transformers(hf_config)
     assert config.axes == axes
@@ -1111,7 +1113,7 @@ def test_transformers_multimodal_objects(name, axes):
 
 
 def test_transformers_glm4v():
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     text = {"partial_rotary_factor": 0.5, "rope_theta": 1e4, "rope_type": "default"}
     config = RopeConfig.from_transformers(transformers.Glm4vTextConfig(rope_parameters=text))
     assert (config.rotary_dim, config.style) == (64, "interleaved")
@@ -1122,7 +1124,7 @@ def test_transformers_glm4v():
 
 def test_transformers_v4_and_v5_spellings_agree():
     """The same checkpoint as a v4 file, a v5 file and a config object."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     v4 = model(rope_theta=5e5, rope_scaling=LLAMA3)
     v5 = model(rope_parameters=LLAMA3 | {"rope_theta": 5e5})
     spelled = {key: value for key, value in LLAMA3.items() if key != "rope_type"}

@@ -100,7 +100,15 @@ def test_a1_a_plan_that_forgets_the_draft_would_be_found() -> None:
 
 def test_a2_a_plan_is_a_function_of_static_numbers() -> None:
     """Reserve read from a number that varies at run time, sgl-project/sglang PR #11871."""
-    pool = types.SimpleNamespace(max_position_embeddings=4096, free_slots=1000)
+    tempting = {"size": 1000, "context_len": 2000, "max_total_num_tokens": 3000}
+    asked: set[str] = set()
+
+    class Pool(types.SimpleNamespace):
+        def __getattribute__(self, name: str) -> object:
+            asked.add(name)
+            return super().__getattribute__(name)
+
+    pool = Pool(max_position_embeddings=4096, **tempting)
 
     def plan(target: object, draft: object) -> int:
         made = CapturePlan.for_models(target, draft, speculative_steps=5, draft_tokens=8)
@@ -108,8 +116,10 @@ def test_a2_a_plan_is_a_function_of_static_numbers() -> None:
 
     draft = {"max_position_embeddings": 2048}
     first = plan(pool, draft)
-    pool.free_slots = 3
+    pool.size = pool.context_len = pool.max_total_num_tokens = 99999
     assert plan(pool, draft) == plan(draft, pool) == first == 5248
+    assert "max_position_embeddings" in asked
+    assert not asked & {*tempting, "__dict__"}
 
 
 def test_a2_order_of_target_and_draft_does_not_show() -> None:
@@ -280,7 +290,7 @@ def test_a6_factor_multiplies_no_rows(kind: str, factor: float) -> None:
     if "yarn" in kind:
         rope["original_max_position_embeddings"] = 4096
     translated = RopeConfig.from_transformers(model(rope_scaling=rope))
-    assert translated.max_position == 131072
+    assert RotaryEmbedding(translated, "cpu").cos_sin_cache.shape == (131072, 8)
     assert CapturePlan.for_models(translated).required_length == 131072 + 1024
 
 
@@ -342,7 +352,8 @@ def test_a7_growth_in_small_steps_keeps_every_row(name: str) -> None:
     for asked, capacity in ((129, 256), (300, 384)):
         assert rope.reserve(asked) is True
         assert rope.capacity == capacity
-        assert torch.equal(rope.cos_sin_cache[:128], rows)
+        assert torch.equal(rope.cos_sin_cache[: len(rows)], rows)
+        rows = rope.cos_sin_cache.clone()
     positions, q = torch.arange(380, 388), randn(8, 2, 8)
     run(rope_op, rope, positions, q)
 

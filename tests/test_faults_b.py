@@ -74,6 +74,19 @@ def inputs(rope: RotaryEmbedding, tokens: int = 7, step: int = 37) -> tuple[Tens
     return positions, randn(tokens, 3, 8, seed=1), randn(tokens, 2, 8, seed=2)
 
 
+def selecting() -> tuple[rc.RopeSelector, Tensor]:
+    """Two rotations, and which one each of seven tokens has."""
+    ropes = [RotaryEmbedding(config(base=base), "cpu") for base in (1e4, 5e5)]
+    return rc.RopeSelector(ropes), torch.arange(7) % 2
+
+
+def assert_selected(outs, given, positions: Tensor, rope: rc.RopeSelector, chosen: Tensor) -> None:
+    for number, part in enumerate(rope.ropes):
+        here = chosen == number
+        picked = ([x[here] for x in xs] for xs in (outs, given))
+        assert_right(*picked, positions[here], part.config)
+
+
 def branching(rope: RotaryEmbedding) -> Callable[..., object]:
     """The reported cause: the longest position is compared with a Python number."""
 
@@ -108,6 +121,22 @@ def test_b1_forward_reads_no_value_on_the_host(name: str) -> None:
             outs = rope(positions, q, k)
             rope.apply_(positions, q.clone(), k.clone())
         assert_right(outs, (q, k), positions, rope.config)
+
+
+def test_b1_a_choice_by_token_reads_no_value_on_the_host() -> None:
+    """Host sync inside forward kills capture, vllm-project/vllm PR #58064: the selector's too."""
+    rope, chosen = selecting()
+    compiled = torch.compile(rope, fullgraph=True, backend="eager")
+    for step in (1, 37):
+        positions, q, k = inputs(rope.ropes[0], step=step)
+        with NoHostReads():
+            outs = rope(positions, q, k, selector=chosen)
+            rope.apply_(positions, q.clone(), k.clone(), selector=chosen)
+        assert_selected(outs, (q, k), positions, rope, chosen)
+        outs = compiled(positions, q, k, selector=1 - chosen)
+        assert_selected(outs, (q, k), positions, rope, 1 - chosen)
+    with pytest.raises(AssertionError):  # the twin: the other choice
+        assert_selected(outs, (q, k), positions, rope, chosen)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -169,6 +198,17 @@ def test_b2_a_hundred_forwards_leave_no_state(name: str) -> None:
     assert snapshot(rope) == before
 
 
+def test_b2_a_choice_by_token_leaves_no_state() -> None:
+    """Python state frozen at capture, vllm-project/vllm PR #35348: nor does the selector store."""
+    rope, chosen = selecting()
+    before = snapshot(rope)
+    for step in range(20):
+        positions, q, k = inputs(rope.ropes[0], step=step)
+        rope(positions, q, k, selector=chosen)
+        rope.apply_(positions, q, k, selector=chosen)
+    assert snapshot(rope) == before
+
+
 def test_b2_a_dictionary_that_is_filled_would_be_found() -> None:
     """Wrong twin of vllm-project/vllm PR #35348: nothing is bound again, and state is kept."""
 
@@ -194,6 +234,10 @@ def test_b2_no_call_takes_a_length_or_an_offset() -> None:
             "k",
             "inverse",
         ]
+    for call in (rc.RopeSelector.forward, rc.RopeSelector.apply_):
+        assert list(inspect.signature(call).parameters) == [
+            "self", "positions", "q", "k", "selector", "inverse",
+        ]  # fmt: skip
     numbers = {a.name for a in rope_op._schema.arguments if str(a.type) in ("int", "List[int]")}
     assert numbers == {"axes", "rotary_offset"}  # of the model, the same for every step
 
@@ -360,6 +404,19 @@ def test_b5_the_functional_form_mutates_no_input(name: str) -> None:
     graph = traced(rope, *inputs(rope))
     assert not mutations(graph)
     assert [n.target for n in graph.nodes if n.op == "call_function"].count(rope_op) == 1
+
+
+def test_b5_a_choice_by_token_mutates_no_input() -> None:
+    """Mutated inputs make Inductor drop CUDA graphs, flashinfer-ai/flashinfer #403: selector."""
+    rope, chosen = selecting()
+
+    def choose(positions, q, k, selector):
+        return rope(positions, q, k, selector=selector)
+
+    graph = traced(choose, *inputs(rope.ropes[0]), chosen)
+    assert not mutations(graph)
+    calls = [n.target for n in graph.nodes if n.op == "call_function"].count(rope_op)
+    assert calls == len(rope.ropes) + 1  # the rows of each, and the rotation
 
 
 def test_b5_a_mutated_input_would_be_found() -> None:

@@ -163,17 +163,33 @@ def test_c3_a_guarded_number_or_buffer_would_be_counted() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.rows = RotaryEmbedding(config(1024), "cpu").cos_sin_cache
+            self.size = 128
+
+        def grow(self, size: int) -> None:
+            self.size = size
+
+        def forward(self, positions, q):
+            return apply_rope(q, None, positions.clamp(max=self.size - 1), self.rows)[0]
+
+    class Rebound(Sized):
+        def __init__(self) -> None:
+            super().__init__()
             self.register_buffer("cache", self.rows[:128])
+
+        def grow(self, size: int) -> None:
+            self.cache = self.rows[:size].clone()
 
         def forward(self, positions, q):
             return apply_rope(q, None, positions, self.cache)[0]
 
-    module, counter = Sized(), CompileCounter()
-    compiled = torch.compile(module, fullgraph=True, backend=counter)
-    for size in (128, 256, 384, 512, 640):
-        module.cache = module.rows[:size].clone()
-        compiled(torch.arange(7), randn(7, 3, 16))
-    assert counter.frame_count == 5
+    for module in (Sized(), Rebound()):
+        torch.compiler.reset()
+        counter = CompileCounter()
+        compiled = torch.compile(module, fullgraph=True, backend=counter)
+        for size in (128, 256, 384, 512, 640):
+            module.grow(size)
+            compiled(torch.arange(7), randn(7, 3, 16))
+        assert counter.frame_count == 5, type(module)
 
 
 # --------------------------------------------------------------------------------------------- C4
@@ -207,6 +223,21 @@ def test_c4_the_first_token_count_fixes_nothing(order, mark) -> None:
         for x in (positions, q, k) if mark else ():
             mark(x, 0)
         assert_right(compiled(positions, q, k), (q, k), positions, rope.config)
+
+
+@compiles
+def test_c4_one_token_first_costs_one_more_graph() -> None:
+    """Batch silently fixed to 1, pytorch/pytorch #133653: marked dynamic, then any count."""
+    rope, counter = RotaryEmbedding(config(), "cpu"), CompileCounter()
+    compiled = torch.compile(rope, fullgraph=True, backend=counter)
+    found = []
+    for count in (1, 2, 3, 17, 4096, 1):
+        positions, q, k = of_tokens(count)
+        for x in (positions, q, k):
+            torch._dynamo.mark_dynamic(x, 0)
+        assert_right(compiled(positions, q, k), (q, k), positions, rope.config)
+        found.append(counter.frame_count)
+    assert found == [1, 2, 2, 2, 2, 2]
 
 
 @compiles

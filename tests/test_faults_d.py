@@ -74,6 +74,20 @@ def test_d1_outputs_are_contiguous_whatever_comes_in(layout: str, dtype: torch.d
         assert a.is_contiguous()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_d1_opcheck_passes_on_heads_of_a_packed_view(grad: bool) -> None:
+    """Fake output strides differ from real ones, NVIDIA/cuEquivariance #223: a flat projection."""
+    packed = randn(5, 192)
+    q, k = packed[:, :64].view(5, 2, 32), packed[:, 64:96].view(5, 1, 32)
+    assert q.stride() == (192, 32, 1)
+    if grad:
+        q, k = (x.detach().requires_grad_() for x in (q, k))
+    rest = rest_of(RotaryEmbedding(RopeConfig(head_dim=32, max_position=128), "cpu"))
+    assert set(opcheck(rope_op, (q, k, EDGES, *rest)).values()) == {"SUCCESS"}
+    outs = rope_op(q, k, EDGES, *rest)
+    assert [x.stride() for x in outs] == [(64, 32, 1), (32, 32, 1)]
+
+
 def test_d1_strides_copied_from_the_input_would_be_found() -> None:
     """Wrong twin of NVIDIA/cuEquivariance #223: empty_like keeps a permutation."""
     packed = torch.empty(5, 192)[:, :96].view(5, 3, 32)
@@ -241,6 +255,30 @@ def test_d4_intermediates_of_any_layout_are_right() -> None:
     for q, out, producer in zip(*pairs, producers, strict=True):
         assert_right((out,), (q,), EDGES, ROPE.config)
         torch.testing.assert_close(q, producer(x, weight), rtol=1e-5, atol=1e-5)
+
+
+@compiles
+def test_d4_writes_to_intermediates_of_any_layout_arrive() -> None:
+    """A layout change lost a mutated argument's write, pytorch/pytorch PR #133639: in place."""
+    weight, x = randn(24, 24, seed=3), randn(5, 24)
+    producers = (transposed, padded, heads_first, stride_2)
+
+    def block(x, positions):
+        made = [producer(x, weight) for producer in producers]
+        before = [q.clone() for q in made]
+        for q in made:
+            ROPE.apply_(positions, q)
+        base = torch.nn.functional.pad(x @ weight, (0, 3), value=777.0)
+        view = base[:, :24].unflatten(1, (3, 8))
+        before.append(view.clone())
+        ROPE.apply_(positions, view)
+        return before, [*made, base[:, :24].unflatten(1, (3, 8))], base
+
+    before, after, base = torch.compile(block, fullgraph=True)(x, EDGES)
+    for q, out in zip(before, after, strict=True):
+        assert not torch.equal(q, out)
+        assert_right((out,), (q,), EDGES, ROPE.config)
+    assert (base[:, 24:] == 777.0).all()
 
 
 def test_d4_the_layout_tag_is_chosen() -> None:
@@ -430,6 +468,20 @@ def test_d10_backward_and_forward_cancel(backend, style: str) -> None:
     norm = torch.cat((norm, norm), -1) if style == "half" else norm.repeat_interleave(2, -1)
     assert (back - x * norm.unsqueeze(1)).abs().max() <= 1e-12
     assert (norm - 1).abs().max() <= 8.5e-8
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_d10_backward_and_forward_cancel_outside_the_table(backend, style: str) -> None:
+    """A backward that is no inverse rotation, baidu-baige/LoongForge PR #106: computed rows too."""
+    rope = RotaryEmbedding(RopeConfig(head_dim=8, max_position=128, style=style), "cpu")
+    positions = torch.tensor([-(2**31), -7, -1, 128, 5000, 2**20 + 1, 2**31 - 1])
+    x = randn(7, 2, 8, dtype=torch.float64)
+    there = backend(x, None, positions, *rest_of(rope))[0]
+    back = backend(there, None, positions, *rest_of(rope, inverse=True))[0]
+    assert (there - x).abs().amax((1, 2)).min() > 0.1
+    # What is left is cos ** 2 + sin ** 2 of two rounded numbers; a cross term would be seen.
+    assert ((back - x).abs() <= 1.2e-7 * x.abs() + 1e-12).all()
 
 
 def test_d10_a_view_rotated_in_place_gets_no_wrong_gradient() -> None:

@@ -266,6 +266,24 @@ def test_i5_equal_planes_are_plain_positions(backend, axes: str) -> None:
             assert torch.equal(out, plain)
 
 
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_i5_axes_share_out_a_part_of_the_head(backend, style: str, axes: str) -> None:
+    """Sections off by one, XPU-Forces/mojo_opset PR #253: lanes of rotary_dim, not of the head."""
+    rope = rope_of(14, rotary_dim=8, rotary_offset=4, axes=AXES[axes], style=style)
+    positions = torch.arange(9).view(3, 3) * 31 - 2
+    q, k = randn(3, 2, 14, seed=1), randn(3, 1, 14, seed=2)
+    outs = backend(q, k, positions, *rest_of(rope))
+    assert_right(outs, (q, k), positions, rope.config)
+    for x, out in zip((q, k), outs, strict=True):
+        assert torch.equal(out[..., :4], x[..., :4])
+        assert torch.equal(out[..., 12:], x[..., 12:])
+    swapped = backend(q, k, positions[[0, 2, 1]], *rest_of(rope))
+    with pytest.raises(AssertionError, match="beyond the bound"):
+        assert_right(swapped, (q, k), positions, rope.config)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_i5_batches_and_strides_of_positions(backend, dtype: torch.dtype) -> None:

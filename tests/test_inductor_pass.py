@@ -1092,7 +1092,7 @@ def test_imports_inside_run_one_way() -> None:
 
 
 def tiny_llama(count: int) -> torch.nn.Module:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=count,

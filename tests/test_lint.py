@@ -81,6 +81,8 @@ def unexplained_skips(source: str) -> list[str]:
                 found.append(f"line {node.lineno}: {name} without reason")
         if name == "pytest.skip" and not (node.args or node.keywords):
             found.append(f"line {node.lineno}: {name} without reason")
+        if name == "pytest.importorskip" and "reason" not in {k.arg for k in node.keywords}:
+            found.append(f"line {node.lineno}: {name} without reason")
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.flaky":
             found.append(f"line {node.lineno}: flaky mark")
     return found
@@ -97,6 +99,7 @@ def test_no_test_is_hidden_without_a_reason():
         "@pytest.mark.skipif(True)\ndef f(): ...",
         "@pytest.mark.flaky\ndef f(): ...",
         "def test_f():\n    pytest.skip()",
+        "def test_f():\n    pytest.importorskip('x')",
     ],
 )
 def test_a_hidden_test_would_be_found(twin: str):

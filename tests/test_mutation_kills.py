@@ -56,7 +56,7 @@ def test_blocks_of_one_token_do_not_show(
 
 def test_k_with_odd_strides_beside_an_even_q() -> None:
     """Strides come divided by what divides those of both: none may lose a remainder."""
-    triton_rope = pytest.importorskip("rope_compile.kernels.triton_rope")
+    triton_rope = pytest.importorskip("rope_compile.kernels.triton_rope", reason="needs Triton")
     q, k = torch.ones(1, 4, 2, 16), torch.ones(1, 4, 1, 19)[..., :16]
     for first, second in ((q, k), (k, q)):
         _, launched = triton_rope.launch_arguments(

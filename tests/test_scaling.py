@@ -512,8 +512,8 @@ def lists(width: int) -> dict[str, list[float]]:
 @pytest.mark.parametrize("length", [None, 4096, 30000])
 def test_same_bits_as_transformers(kind, width, base, length):
     """float32 frequencies and the magnitude, bit for bit, from transformers' own functions."""
-    transformers = pytest.importorskip("transformers")
-    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    utils = pytest.importorskip("transformers.modeling_rope_utils", reason="needs transformers")
     parameters, scaling = KINDS[kind]
     rope_type = kind.split("-")[0]
     if rope_type == "longrope":
@@ -534,15 +534,18 @@ def test_same_bits_as_transformers(kind, width, base, length):
 @pytest.mark.parametrize("kind", ["default", "alpha"])
 @pytest.mark.parametrize(("width", "base"), [(128, 1e6), (80, 10000), (64, 150000.0)])
 def test_same_bits_as_transformers_models(kind, width, base):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     if kind == "default":
-        module = pytest.importorskip("transformers.models.llama.modeling_llama")
+        module = pytest.importorskip(
+            "transformers.models.llama.modeling_llama", reason="needs transformers"
+        )
         config = transformers.LlamaConfig(head_dim=width, rope_parameters={"rope_theta": base})
         expected, _ = module.LlamaRotaryEmbedding.compute_default_rope_parameters(config)
         ours = make(width=width, base=base)
     else:
         module = pytest.importorskip(
-            "transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense"
+            "transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense",
+            reason="needs transformers",
         )
         parameters = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": base}
         config = transformers.HunYuanDenseV1Config(head_dim=width, rope_parameters=parameters)
